@@ -1,0 +1,132 @@
+"""The values that flow through a round, and the five slots that a method fills.
+
+    received_i = emit(server_params, i)               what client i receives
+    adapted_i  = local(received_i, batches_i)         what client i does with its data
+    server'    = server.update(server, {adapted_i})   what the server makes of the answers
+    own_i      = personalize(received_i', batches_i)  what a client does before it is used or tested
+    probs      = predict(own_i, x, key)               how a personalised model answers
+
+Shape letters: C clients, T local steps, B batch, S noise draws, K classes, N participating clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..tree import Params
+
+NEW = -1
+"""The id of a client that the server has never trained with."""
+
+
+class Batch(NamedTuple):
+    """One step's data of one client. All randomness of the step comes from `key`."""
+
+    x: Tensor
+    """(B, ...) inputs."""
+    y: Tensor
+    """(B,) labels."""
+    mask: Tensor | None
+    """(B,) 1 for a real row, 0 for padding; None when every row is real. A batch of padding alone is no step."""
+    key: Tensor
+    """() int64, see `rng`."""
+    round: Tensor
+    """() float, for schedules."""
+    size: Tensor
+    """() float, how many training samples the client has."""
+
+
+class Model(NamedTuple):
+    """A network as two pure functions.
+
+    `apply(params, x, keys)` returns logits (S, B, K): one draw per key in `keys` (S,), or, with `keys=None`, the one
+    answer (1, B, K) at the posterior mean. `features(params, x)` returns the inputs (B, F) of the output layer.
+    """
+
+    init: Callable[[Tensor], Params]
+    apply: Callable[[Params, Tensor, Tensor | None], Tensor]
+    features: Callable[[Params, Tensor], Tensor]
+    layers: tuple[str, ...]
+    """Names of the linear and convolutional layers, in the order in which the module lists them."""
+    variational: tuple[str, ...]
+    """Names of the layers that carry a posterior when a method asks for one."""
+
+
+class Emit(NamedTuple):
+    """What clients receive. `init(key)` makes the server's parameters, `apply(params, client, round)` a client's."""
+
+    init: Callable[[Tensor], Params]
+    apply: Callable[[Params, Tensor, Tensor], Params]
+
+
+class Update(NamedTuple):
+    """All that ever crosses the wire upward: C client ids, their stacked parameters, their sample counts."""
+
+    client: Tensor
+    params: Params
+    weight: Tensor
+
+
+class ServerState(NamedTuple):
+    """All that a server knows; a checkpoint is exactly this."""
+
+    params: Params
+    slots: Params
+    """Optimiser memory, by parameter name."""
+    round: Tensor
+    """() float: rounds finished."""
+    key: Tensor
+    """() int64: the run's key."""
+
+
+class Server(NamedTuple):
+    """`init(key)` starts a run, `update(state, update)` takes one round's answers."""
+
+    init: Callable[[Tensor], ServerState]
+    update: Callable[[ServerState, Update], ServerState]
+
+
+Objective = Callable[[Params, Batch, Params], Tensor]
+"""(parameters, batch, what was received) -> scalar loss."""
+Local = Callable[[Params, Sequence[Batch]], Params]
+"""(received, one batch a step) -> adapted."""
+Aggregate = Callable[[Params, Tensor], Params]
+"""((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets."""
+Predict = Callable[[Params, Tensor, Tensor], Tensor]
+"""(personalised, x (B, ...), key) -> probabilities (B, K)."""
+Admit = Callable[[Params, Tensor, Sequence[Batch]], Params]
+"""(server parameters, round, batches) -> what a client that was never seen receives."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which batches a `Local` wants: `epochs` shuffled passes, in groups of `group` batches that belong to one step."""
+
+    batch: int
+    epochs: int = 1
+    steps: int | None = None
+    """Exactly so many batches instead of whole passes."""
+    group: int = 1
+    """Batches a step consumes (MAML: support and two query batches), disjoint while the client has rows enough."""
+    independent: bool = False
+    """Draw every batch anew from all rows, as the released code does for MAML and PerFedAvg."""
+    full: bool = False
+    """One batch holds every row."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A method: five slots, and the batches that its two client stages want."""
+
+    emit: Emit
+    local: Local
+    server: Server
+    personalize: Local
+    predict: Predict
+    admit: Admit
+    train_batches: Sampling
+    personal_batches: Sampling

@@ -1,0 +1,74 @@
+"""Algebra on dictionaries of tensors.
+
+A `Params` maps names to tensors: "fc1.weight", "fc1.logvar", "hyper.0.bias". All
+mathematics of the package addresses tensors by name, never by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+
+
+def map(function: Callable[..., Tensor], *trees: Params) -> Params:
+    """Apply a function to the entries that share a name, over the names of the first tree.
+
+    >>> map(torch.add, {"a": torch.tensor(1)}, {"a": torch.tensor(2)})
+    {'a': tensor(3)}
+    """
+    first, *others = trees
+    return {name: function(value, *(tree[name] for tree in others)) for name, value in first.items()}
+
+
+def axpy(scale: float | Tensor, x: Params, y: Params) -> Params:
+    """Return y + scale * x for the names of y; entries that x lacks are kept."""
+    return {name: value + scale * x[name] if name in x else value for name, value in y.items()}
+
+
+def squared_norm(tree: Params) -> Tensor:
+    """Sum of squares over all entries."""
+    return torch.stack([value.square().sum() for value in tree.values()]).sum()
+
+
+def clip(tree: Params, limit: float | None, eps: float = 1e-6) -> Params:
+    """Scale all entries jointly so that their L2 norm is at most `limit`: scale = min(1, limit / (norm + eps)).
+
+    The scale stays in the graph, so a meta-gradient sees it.
+    """
+    if limit is None:
+        return tree
+    # The square root's gradient at zero is infinite; a zero gradient is left as it is.
+    square = squared_norm(tree)
+    norm = torch.where(square > 0, square, torch.ones_like(square)).sqrt()
+    scale = torch.where(square > 0, limit / (norm + eps), torch.ones_like(norm)).clamp(max=1.0)
+    return {name: value * scale for name, value in tree.items()}
+
+
+def select(tree: Params, keep: Callable[[str], bool]) -> Params:
+    """Return the entries whose name is kept."""
+    return {name: value for name, value in tree.items() if keep(name)}
+
+
+def stack(trees: Sequence[Params]) -> Params:
+    """Join the trees of C clients into one tree whose entries have a leading axis C."""
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def unstack(tree: Params, index: int) -> Params:
+    """Return one client's tree of a stacked one."""
+    return {name: value[index] for name, value in tree.items()}
+
+
+def where(condition: Tensor, new: Params, old: Params) -> Params:
+    """Return new where the scalar condition holds, else old, entry by entry."""
+    return {name: torch.where(condition, value, old[name]) for name, value in new.items()}
+
+
+def matching(tree: Params, endings: Iterable[str]) -> Params:
+    """Return the entries whose last name part is one of `endings` ("logvar" picks "fc1.logvar")."""
+    chosen = set(endings)
+    return select(tree, lambda name: name.rpartition(".")[2] in chosen)
