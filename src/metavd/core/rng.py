@@ -29,6 +29,11 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
+def _signed(value: int) -> int:
+    """Wrap a Python integer to 64 bits, as the tensor arithmetic does."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
     """Return the key of a run."""
     return _mix(torch.tensor(seed, dtype=torch.int64, device=device) + _GOLDEN)
@@ -38,7 +43,7 @@ def fold(parent: Tensor, *tags: int | Tensor) -> Tensor:
     """Derive a key from a parent and one or more integers; different tags give unrelated keys."""
     child = parent
     for tag in tags:
-        child = _mix(child * 3 + (tag + 1) * _GOLDEN)
+        child = _mix(child * 3 + (_signed((tag + 1) * _GOLDEN) if isinstance(tag, int) else (tag + 1) * _GOLDEN))
     return child
 
 

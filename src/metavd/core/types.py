@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..tree import Params
+from .variational import Noise
 
 NEW = -1
 """The id of a client that the server has never trained with."""
@@ -40,6 +41,17 @@ class Batch(NamedTuple):
     """() float, how many training samples the client has."""
 
 
+class Job(NamedTuple):
+    """One client's work: what a function of one client is called with."""
+
+    client: Tensor
+    """() int64."""
+    batches: Sequence[Batch]
+    rows: Tensor
+    """(R, ...) inputs to answer, none when training."""
+    key: Tensor
+
+
 class Model(NamedTuple):
     """A network as two pure functions.
 
@@ -50,10 +62,14 @@ class Model(NamedTuple):
     init: Callable[[Tensor], Params]
     apply: Callable[[Params, Tensor, Tensor | None], Tensor]
     features: Callable[[Params, Tensor], Tensor]
-    layers: tuple[str, ...]
-    """Names of the linear and convolutional layers, in the order in which the module lists them."""
+    run: Callable[[Params, Tensor, Params, int], Tensor]
+    """(parameters, x, what noisy layers are given, number of draws S) -> (S, B, K): what `apply` is made of."""
+    layers: dict[str, tuple[int, ...]]
+    """The linear and convolutional layers in the module's order, with the shapes of their weights."""
     variational: tuple[str, ...]
     """Names of the layers that carry a posterior when a method asks for one."""
+    fresh: bool
+    """Whether `init` draws new weights (False: it returns those that the module came with)."""
 
 
 class Emit(NamedTuple):
@@ -92,12 +108,14 @@ class Server(NamedTuple):
 
 Objective = Callable[[Params, Batch, Params], Tensor]
 """(parameters, batch, what was received) -> scalar loss."""
-Local = Callable[[Params, Sequence[Batch]], Params]
-"""(received, one batch a step) -> adapted."""
+Local = Callable[[Params, Sequence[Batch]], tuple[Params, Tensor]]
+"""(received, one batch a step) -> adapted, and the mean training loss of the steps."""
 Aggregate = Callable[[Params, Tensor], Params]
 """((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets."""
 Predict = Callable[[Params, Tensor, Tensor], Tensor]
 """(personalised, x (B, ...), key) -> probabilities (B, K)."""
+Serve = Callable[[Params, Tensor, Tensor], Params]
+"""(server parameters, client, round) -> what a known client receives when it is to be used or tested."""
 Admit = Callable[[Params, Tensor, Sequence[Batch]], Params]
 """(server parameters, round, batches) -> what a client that was never seen receives."""
 
@@ -116,6 +134,8 @@ class Sampling:
     """Draw every batch anew from all rows, as the released code does for MAML and PerFedAvg."""
     full: bool = False
     """One batch holds every row."""
+    extra: int = 0
+    """Rows of every class, from the pooled training rows, that a client is given on top (pFedGP's protocol)."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +147,9 @@ class Algorithm:
     server: Server
     personalize: Local
     predict: Predict
+    serve: Serve
     admit: Admit
     train_batches: Sampling
     personal_batches: Sampling
+    noise: Noise | None = None
+    """The posterior, where there is one: for diagnostics of its dropout rates."""

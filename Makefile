@@ -1,0 +1,64 @@
+# `make` alone explains the targets. Everything is installed into .venv; nothing outside the checkout is changed.
+
+PYTHON ?= python3
+JOBS   ?= 2
+ARGS   ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Every pip below, also the ones that build isolation starts, obeys constraints.txt. pip before 25.3 reads the first
+# variable for isolated builds, later ones the second. The path is relative because pip splits the value at spaces.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv run test lint types imports tests wheel format clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create .venv and install the package and its tools (again only when their versions change)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): one to two minutes with a CPU build of torch, longer when a CUDA build is downloaded"
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: venv ## run the example experiment; ARGS="reptile --rounds 20" is passed on to `metavd run`
+	$(BIN)/metavd run $(ARGS)
+
+test: venv lint types imports tests wheel ## all checks, as CI runs them
+
+lint: venv ## ruff: rules and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: venv ## mypy, strict on the mathematics
+	$(BIN)/mypy
+
+imports: venv ## import-linter: imports point one way
+	$(BIN)/lint-imports
+
+# One thread a worker: the workers are the parallelism, and two thread pools on the same cores slow each other down.
+tests: venv ## pytest with doctests and coverage; JOBS=2 workers, ARGS="-k maml" is passed on
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 5 \
+		--cov metavd --cov-branch --cov-report term-missing:skip-covered $(ARGS)
+
+# The wheel is built from the source archive, in a temporary folder, so that both are checked and no stale build/ leaks in.
+wheel: venv ## build dist/*.whl, install it into a fresh environment and run it outside the checkout
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist >/dev/null
+	PYTHON=$(PYTHON) scripts/check_wheel.sh dist/*.whl
+
+format: venv ## let ruff mend and format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove everything that make created, .venv included; runs/ stays
+	rm -rf $(VENV) build dist src/*.egg-info .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

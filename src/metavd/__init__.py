@@ -1,0 +1,52 @@
+"""Personalised, Bayesian federated learning: meta-variational dropout, its baselines, and honest evaluation.
+
+    import metavd
+
+    result = metavd.run(method="reptile+metavd", data="digits", rounds=20)
+
+Names are imported when they are first used, so that `import metavd` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from .core.model import from_module as from_module
+    from .core.types import Algorithm as Algorithm
+    from .data.partition import Federation as Federation
+    from .data.partition import federate as federate
+    from .data.source import Source as Source
+    from .data.source import arrays as arrays
+    from .evaluate import metrics as metrics
+    from .experiment.compare import compare as compare
+    from .experiment.run import run as run
+    from .experiment.spec import Experiment as Experiment
+
+_HOMES = {
+    "Algorithm": "core.types",
+    "Experiment": "experiment.spec",
+    "Federation": "data.partition",
+    "Source": "data.source",
+    "arrays": "data.source",
+    "compare": "experiment.compare",
+    "federate": "data.partition",
+    "from_module": "core.model",
+    "metrics": "evaluate",
+    "run": "experiment.run",
+}
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'metavd' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,96 @@
+"""The five slots filled with a Gaussian-process tree: shared features, answers from each client's own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..tree import Params
+from . import gp, rng
+from .local import keep
+from .types import NEW, Admit, Batch, Emit, Local, Model, Objective, Predict
+
+POINTS = "gp_points"
+_BORROW = "gp.borrow"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Hyper-parameters of a client's tree."""
+
+    num_classes: int
+    chains: int = 20
+    sweeps: int = 5
+    limit: int = 400
+    novel: Literal["laplace", "zero"] = "laplace"
+
+
+def with_points(base: Emit, model: Model, num_classes: int, points: int) -> Emit:
+    """Add learned inducing points, `points` a class, in the space of the features."""
+    width = list(model.layers.values())[-1][1]
+
+    def init(key: Tensor) -> Params:
+        params = base.init(key)
+        like = next(iter(params.values()))
+        draw = rng.normal(rng.fold(key, 50_000), [num_classes, points, width], like.dtype)
+        return params | {POINTS: 0.01 * draw}
+
+    return Emit(init, base.apply)
+
+
+def predictive_likelihood(model: Model, tree: Tree) -> Objective:
+    """Half of the client's rows predicted from the other half."""
+
+    def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
+        return gp.loss(
+            model.features(params, batch.x), batch.y, batch.mask, batch.key, tree.num_classes,
+            points=params[POINTS], limit=tree.limit, chains=tree.chains, sweeps=tree.sweeps,
+        )  # fmt: skip
+
+    return objective
+
+
+def conditioned(model: Model, tree: Tree) -> Local:
+    """Personalise by conditioning the tree on all of the client's rows; the weights stay as received."""
+
+    def local(received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
+        own, loss = keep(received, batches)
+        points = received[POINTS]
+        borrow = received.get(_BORROW, torch.zeros((), dtype=points.dtype, device=points.device))
+        if batches:
+            batch = batches[0]
+            features, y, mask, key = model.features(own, batch.x), batch.y, batch.mask, batch.key
+        else:
+            features, y, mask = points[0, :1], torch.zeros(1, dtype=torch.int64, device=points.device), points[0, :1, 0] * 0
+            key = rng.key(0, points.device)
+        posterior = gp.condition(
+            features, y, mask, key, tree.num_classes, points=points, borrow=borrow, limit=tree.limit,
+            chains=tree.chains, sweeps=tree.sweeps,
+        )  # fmt: skip
+        return own | posterior, loss
+
+    return local
+
+
+def tree_prediction(model: Model, tree: Tree) -> Predict:
+    """Answer from the conditioned tree."""
+
+    def predict(own: Params, x: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return gp.predictive(own, model.features(own, x), novel=tree.novel)
+
+    return predict
+
+
+def borrowing(emit: Emit) -> Admit:
+    """Let a client that was never seen condition on the inducing points of its classes too."""
+
+    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
+        client = torch.full((), NEW, dtype=torch.int64, device=round.device)
+        received = emit.apply(params, client, round)
+        return received | {_BORROW: torch.ones_like(received[POINTS][0, 0, 0])}
+
+    return admit

@@ -1,0 +1,177 @@
+"""What one client does with its data: gradient steps of three kinds.
+
+Written for one client; engines loop or vmap over clients. A batch of padding alone leaves everything as it was, so
+ragged clients agree with themselves padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, vjp
+
+from .. import tree
+from ..tree import Params
+from . import rng
+from .types import Batch, Local, Objective
+
+Step = Callable[[Params, Sequence[Batch], Params], tuple[Params, Tensor]]
+"""(parameters, the step's batches, what was received) -> new parameters, loss."""
+
+FIXED = ("mask",)
+"""Endings of entries that no gradient ever moves."""
+
+
+def keep(received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
+    """Use what was received as it is."""
+    some = next(iter(received.values()))
+    return received, torch.zeros((), dtype=some.dtype, device=some.device) * sum(batch.size for batch in batches[:1])
+
+
+def _trained(params: Params, frozen: Sequence[str]) -> Params:
+    endings = {*FIXED, *frozen}
+    return tree.select(params, lambda name: name.rpartition(".")[2] not in endings)
+
+
+def _bind(
+    objective: Objective, params: Params, batch: Batch, anchor: Params, frozen: Sequence[str] = ()
+) -> tuple[Callable[[Params], Tensor], Params]:
+    """Return the objective as a function of the trained entries alone, and those entries."""
+    trained = _trained(params, frozen)
+    fixed = {name: value for name, value in params.items() if name not in trained}
+    return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
+
+
+def _run(step: Step, group: int = 1) -> Local:
+    """Take one step a group of batches; a group of padding is no step."""
+
+    def local(received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
+        params, (_, total) = received, keep(received, batches)
+        count = torch.zeros_like(total)
+        for start in range(0, len(batches), group):
+            chunk = batches[start : start + group]
+            new, loss = step(params, chunk, received)
+            mask = chunk[0].mask
+            if mask is None:
+                params, active = new, torch.ones_like(total)
+            else:
+                active = (mask.sum() > 0).to(total.dtype)
+                params = tree.where(active > 0, new, params)
+            total = total + torch.where(active > 0, loss, torch.zeros_like(loss))
+            count = count + active
+        return params, total / count.clamp(min=1.0)
+
+    return local
+
+
+def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
+    """Plain gradient descent, one step a batch: w <- w - lr clip(grad), without momentum or weight decay."""
+
+    def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
+        function, trained = _bind(objective, params, batches[0], received)
+        gradient, loss = grad_and_value(function)(trained)
+        return tree.axpy(-lr, tree.clip(gradient, clip), params), loss
+
+    return _run(step)
+
+
+def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Params, Params], Tensor]:
+    """Return the objective over the rows of several batches: their losses, weighted by their numbers of rows.
+
+    Each batch keeps its own key, so a row's noise does not depend on how far the batch before it is padded.
+    """
+
+    def objective_of_all(params: Params, anchor: Params) -> Tensor:
+        losses = torch.stack([objective(params, batch, anchor) for batch in batches])
+        rows = torch.stack([
+            torch.full_like(losses[0], len(batch.y)) if batch.mask is None else batch.mask.sum() for batch in batches
+        ])
+        return (losses * rows).sum() / rows.sum().clamp(min=1.0)
+
+    return objective_of_all
+
+
+def maml(
+    inner: Objective,
+    outer: Objective,
+    *,
+    lr: float,
+    outer_lr: float,
+    clip: float | None = 5.0,
+    inner_clip: float | None = 5.0,
+    frozen: Sequence[str] = (),
+) -> Local:
+    """True second-order MAML; three batches a step: one of support, two of query.
+
+        w' = w - lr clip(grad inner(w; support)),    w <- w - outer_lr clip(d outer(w'; query) / d w)
+
+    The inner step leaves entries with a frozen ending alone; the outer step moves all. The clip's scale is part of
+    the graph, as in the released code.
+    """
+
+    def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
+        support, query = batches[0], _together(outer, batches[1:])
+
+        def adapted(moving: Params) -> Tensor:
+            whole = {**params, **moving}
+            function, trained = _bind(inner, whole, support, received, frozen)
+            gradient = tree.clip(grad(function)(trained), inner_clip)
+            return query(tree.axpy(-lr, gradient, whole), received)
+
+        gradient, loss = grad_and_value(adapted)(_trained(params, ()))
+        return tree.axpy(-outer_lr, tree.clip(gradient, clip), params), loss
+
+    return _run(step, 3)
+
+
+def hessian_product(function: Callable[[Params], Tensor], point: Params, direction: Params) -> Params:
+    """Return H v exactly, by differentiating the gradient (the Hessian is symmetric)."""
+    _, pullback = vjp(grad(function), point)
+    product: Params = pullback(direction)[0]
+    return product
+
+
+def hf_maml(
+    inner: Objective,
+    outer: Objective,
+    *,
+    lr: float,
+    outer_lr: float,
+    clip: float | None = 5.0,
+    delta: float = 1e-4,
+    frozen: Sequence[str] = (),
+    product: Literal["exact", "difference", "released"] = "exact",
+) -> Local:
+    """PerFedAvg's Hessian-free MAML; three batches a step.
+
+        w' = w - lr clip(grad inner(w; B1)),    g = grad outer(w'; B2),    w <- w - outer_lr clip(g - lr H(w; B3) g)
+
+    product="exact" differentiates the gradient; "difference" takes (grad(w + delta g) - grad(w - delta g)) / 2 delta
+    with common noise. "released" repeats the released code: its minus point is w itself, so it returns half of H g,
+    its two gradients draw different noise, and g and H g are clipped apart.
+    """
+
+    def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
+        first, second, third = batches
+        function, trained = _bind(inner, params, first, received, frozen)
+        shifted = tree.axpy(-lr, tree.clip(grad(function)(trained), clip), params)
+        function, trained = _bind(outer, shifted, second, received)
+        gradient, loss = grad_and_value(function)(trained)
+        function, point = _bind(outer, params, third, received)
+        if product == "exact":
+            curved = hessian_product(function, point, gradient)
+        elif product == "difference":
+            ahead, behind = (grad(function)(tree.axpy(sign * delta, gradient, point)) for sign in (1.0, -1.0))
+            curved = tree.map(lambda a, b: (a - b) / (2.0 * delta), ahead, behind)
+        else:
+            other, _ = _bind(outer, params, third._replace(key=rng.fold(third.key, 1)), received)
+            ahead, here = grad(function)(tree.axpy(delta, gradient, point)), grad(other)(point)
+            curved = tree.map(lambda a, b: (a - b) / (2.0 * delta), ahead, here)
+            gradient, curved = tree.clip(gradient, clip), tree.clip(curved, clip)
+            return tree.axpy(-outer_lr, tree.axpy(-lr, curved, gradient), params), loss
+        return tree.axpy(-outer_lr, tree.clip(tree.axpy(-lr, curved, gradient), clip), params), loss
+
+    return _run(step, 3)

@@ -1,0 +1,275 @@
+"""Networks as pure functions, and any `torch.nn.Module` as one.
+
+Shape letters: B batch, S noise draws, K classes, F features.
+
+Linear and convolutional layers look at what their parameters bring: a "variance" makes the layer's output Gaussian
+by local reparameterisation, an "alpha" multiplies its inputs by Gaussian noise, a "mask" removes weights. What comes
+is decided by the method (`attach`), so one network serves every method.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from ..tree import Params
+from . import rng
+from .types import Model
+from .variational import Noise, per_weight, spread, variance
+
+_EXTRAS = ("variance", "alpha", "mask", "key")
+_STD_EPS = 1e-10
+"""Added to the variance of a noisy activation; the value of the released code."""
+
+
+class _Noisy(nn.Module):
+    """What a noisy linear and a noisy convolutional layer share. An empty extra means that it was not given."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    variance: Tensor
+    alpha: Tensor
+    mask: Tensor
+    key: Tensor
+
+    def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the layer's linear map."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Draw one noisy output a row; rows are S draws of B samples, one key a draw."""
+        weight = self.weight
+        mask = per_weight(self.mask, weight) if self.mask.numel() else None
+        if mask is not None:
+            weight = torch.where(mask > 0, weight, torch.zeros_like(weight))
+        if not self.key.numel():
+            return self.transform(x, weight, self.bias)
+        if self.alpha.numel():
+            scale = self.alpha.sqrt() if isinstance(self, nn.Linear) else self.alpha.sqrt()[:, None, None]
+            return self.transform(x * (1.0 + scale * self.draw(x)), weight, self.bias)
+        sigma2 = self.variance if mask is None else self.variance * mask
+        mean = self.transform(x, weight, self.bias)
+        std = (self.transform(x.square(), sigma2, None) + _STD_EPS).sqrt()
+        return mean + std * self.draw(mean)
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Standard normals: the same rows of a draw get the same numbers however many rows follow them."""
+        draws = self.key.shape[0]
+        return rng.normal(self.key, [like.shape[0] // draws, *like.shape[1:]], like.dtype).reshape(like.shape)
+
+
+class _NoisyLinear(_Noisy, nn.Linear):
+    def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+
+class _NoisyConv2d(_Noisy, nn.Conv2d):
+    def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._conv_forward(x, weight, bias)
+
+
+_NOISY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _NoisyLinear, nn.Conv2d: _NoisyConv2d}
+
+
+def _prepare(module: nn.Module) -> dict[str, nn.Module]:
+    """Turn the module's linear and convolutional layers into noisy ones, in place; return them by name."""
+    layers = {}
+    for name, layer in module.named_modules():
+        noisy = _NOISY.get(type(layer))
+        if noisy is not None:
+            layer.__class__ = noisy
+            for extra in _EXTRAS:
+                layer.register_buffer(extra, torch.empty(0))
+            layers[name] = layer
+        elif getattr(layer, "running_mean", None) is not None:
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which clients with different data "
+                "cannot share; use GroupNorm or LayerNorm instead"
+            )
+        elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) draws random numbers of its own, which no seed here governs; "
+                "remove it and use a method with +dropout instead"
+            )
+    if not layers:
+        raise ValueError("the module has no nn.Linear or nn.Conv2d layer; at least its output layer must be one")
+    return layers
+
+
+def _without_output(module: nn.Module, output: str) -> nn.Module:
+    """Return the module with its output layer taken out, so that it returns that layer's inputs."""
+    body = copy.deepcopy(module)
+    parent, _, name = output.rpartition(".")
+    setattr(body.get_submodule(parent), name, nn.Identity())
+    return body
+
+
+def from_module(
+    module: nn.Module,
+    variational: Sequence[str] | None = None,
+    *,
+    init: Callable[[Tensor, str, Tensor], Tensor] | None = None,
+) -> Model:
+    """Turn a module that maps (B, ...) to logits (B, K) into a `Model`.
+
+    Args:
+        module: any module without BatchNorm and Dropout. Its output layer is the last `nn.Linear` or `nn.Conv2d`.
+        variational: names of the linear or convolutional layers that carry a posterior when the method has one.
+            Default: the layer before the output layer (or the output layer, if it is the only one).
+        init: makes a tensor's initial value from (key, name, the module's own value). Default: the module's own
+            values, so pre-trained weights are kept.
+    """
+    module = copy.deepcopy(module)
+    layers = {name: tuple(layer.weight.shape) for name, layer in _prepare(module).items()}  # type: ignore[union-attr,arg-type]
+    names = tuple(layers)
+    chosen = tuple(variational) if variational is not None else names[-2:-1] or names[-1:]
+    for name in chosen:
+        if name not in layers:
+            raise ValueError(f"no linear or convolutional layer is called {name!r}; the module has {', '.join(names)}")
+    start = {name: value.detach().clone() for name, value in module.named_parameters()}
+    body = _without_output(module, names[-1])
+
+    def make(key: Tensor) -> Params:
+        if init is None:
+            return {name: value.clone() for name, value in start.items()}
+        return {name: init(rng.fold(key, i), name, value) for i, (name, value) in enumerate(start.items())}
+
+    @cache
+    def parts(first: int) -> tuple[nn.Module, nn.Module]:
+        """What is computed once, and what is computed for every draw."""
+        return (module[:first], module[first:]) if isinstance(module, nn.Sequential) else (nn.Sequential(), module)
+
+    def run(params: Params, x: Tensor, extras: Params, draws: int) -> Tensor:
+        """Logits (draws, B, K). What lies before the first noisy layer of a Sequential is computed once for all."""
+        given = {name: params[name] for name in start} | extras
+        given |= {f"{name}.mask": params[f"{name}.mask"] for name in layers if f"{name}.mask" in params}
+        rows = x.shape[0]
+        if draws == 1:
+            return _call(module, given, x)[None]
+        noisy = {name.partition(".")[0] for name in extras}
+        before, after = parts(next(i for i, name in enumerate(module._modules) if name in noisy))
+        x = _call(before, given, x)
+        x = x.expand(draws, *x.shape).reshape(draws * rows, *x.shape[1:])
+        return _call(after, given, x).reshape(draws, rows, -1)
+
+    def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:  # noqa: ARG001
+        return run(params, x, {}, 1)
+
+    def features(params: Params, x: Tensor) -> Tensor:
+        return _call(body, {name: value for name, value in params.items() if name in start}, x)
+
+    return Model(make, apply, features, run, layers, chosen, init is not None)
+
+
+def _call(module: nn.Module, given: Params, x: Tensor) -> Tensor:
+    """Run a part of the network with the entries that belong to it."""
+    heads = set(module._modules) | set(module._parameters)
+    own = {name: value for name, value in given.items() if name.partition(".")[0] in heads}
+    result: Tensor = functional_call(module, own, (x,))
+    return result
+
+
+def attach(model: Model, noise: Noise) -> Model:
+    """Give the model's layers a posterior: `apply` then draws from it, one draw a key."""
+
+    def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:
+        if keys is None:
+            return model.run(params, x, {}, 1)
+        extras = {}
+        for i, layer in enumerate(noise.layers):
+            extras[f"{layer}.key"] = rng.fold(keys, i)
+            if noise.kind == "input":
+                extras[f"{layer}.alpha"] = spread(noise, params, layer).exp()
+            else:
+                extras[f"{layer}.variance"] = variance(noise, params, layer)
+        return model.run(params, x, extras, keys.shape[0])
+
+    return model._replace(apply=apply)
+
+
+def reset(model: Model, layers: Sequence[str]) -> Model:
+    """Start the named layers from U(+-1/sqrt(fan_in)) instead of the model's own initial values.
+
+    The released code's initialiser passes over its noisy layer, which so keeps PyTorch's default: half the spread of
+    the other methods' Xavier initialisation.
+    """
+
+    def init(key: Tensor) -> Params:
+        params = model.init(key)
+        for i, layer in enumerate(layers):
+            bound = 1.0 / math.sqrt(math.prod(model.layers[layer][1:]))
+            for j, name in enumerate([f"{layer}.weight", f"{layer}.bias"]):
+                if name in params:
+                    old = params[name]
+                    draw = rng.uniform(rng.fold(key, 10_000 + i, j), old.shape, old.dtype)
+                    params[name] = (2.0 * draw - 1.0) * bound
+        return params
+
+    return model._replace(init=init)
+
+
+def headless(model: Model) -> Model:
+    """Drop the output layer's parameters, for methods that answer from the features alone."""
+    output = list(model.layers)[-1]
+
+    def init(key: Tensor) -> Params:
+        return {name: value for name, value in model.init(key).items() if not name.startswith(output + ".")}
+
+    return model._replace(init=init)
+
+
+def xavier(key: Tensor, name: str, value: Tensor) -> Tensor:
+    """Xavier-normal weights (fan with the kernel's area), biases N(0, 0.001^2): the released code's initialiser."""
+    draw = rng.normal(key, value.shape, value.dtype)
+    if not name.endswith("weight"):
+        return draw * 0.001
+    area = math.prod(value.shape[2:])
+    return draw * math.sqrt(2.0 / (area * (value.shape[0] + value.shape[1])))
+
+
+def _head(features: int, hidden: tuple[int, int], num_classes: int) -> list[tuple[str, nn.Module]]:
+    return [
+        ("flatten", nn.Flatten()),
+        ("fc0", nn.Linear(features, hidden[0])),
+        ("act0", nn.LeakyReLU(0.1)),
+        ("fc1", nn.Linear(hidden[0], hidden[1])),
+        ("act1", nn.LeakyReLU(0.1)),
+        ("fc2", nn.Linear(hidden[1], num_classes)),
+    ]
+
+
+def _conv(index: int, inputs: int, outputs: int) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"conv{index}", nn.Conv2d(inputs, outputs, 3, padding=1)),
+        (f"relu{index}", nn.ReLU()),
+        (f"pool{index}", nn.MaxPool2d(2)),
+    ]
+
+
+def cnn(shape: Sequence[int], num_classes: int, width: int = 64) -> nn.Sequential:
+    """Return the paper's network: three convolutions of `width` filters, then 4*width, 2*width and K units."""
+    channels, height, across = shape
+    blocks = [*_conv(1, channels, width), *_conv(2, width, width), *_conv(3, width, width)]
+    features = width * (height // 8) * (across // 8)
+    return nn.Sequential(OrderedDict(blocks + _head(features, (4 * width, 2 * width), num_classes)))
+
+
+def small_cnn(shape: Sequence[int], num_classes: int, width: int = 16) -> nn.Sequential:
+    """Return a network for small images: two convolutions, then 4*width, 2*width and K units."""
+    channels, height, across = shape
+    blocks = [*_conv(1, channels, width), *_conv(2, width, 2 * width)]
+    features = 2 * width * (height // 4) * (across // 4)
+    return nn.Sequential(OrderedDict(blocks + _head(features, (4 * width, 2 * width), num_classes)))
+
+
+def mlp(shape: Sequence[int], num_classes: int, width: int = 64) -> nn.Sequential:
+    """Return a network for features or very small images: `width`, width/2 and K units."""
+    return nn.Sequential(OrderedDict(_head(math.prod(shape), (width, max(width // 2, 1)), num_classes)))

@@ -1,0 +1,111 @@
+"""What a client minimises: cross-entropy, proximal term and KL, added up.
+
+Shape letters: B batch, S noise draws, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..tree import Params
+from . import rng
+from .types import Batch, Model, Objective
+from .variational import Noise, kl
+
+Schedule = Callable[[Tensor], Tensor]
+"""Round (a scalar tensor, the first is 0) -> weight."""
+
+
+def masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the real rows; 0 when there is none."""
+    if mask is None:
+        return values.mean()
+    return (values * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def cross_entropy(model: Model, draws: int = 0) -> Objective:
+    """Cross-entropy of the logits, averaged over `draws` noise draws; 0 draws answer at the posterior mean.
+
+    The released code averages logits, not losses, over its three draws; so does this.
+    """
+
+    def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
+        keys = rng.split(batch.key, draws) if draws else None
+        logits = model.apply(params, batch.x, keys).mean(0)
+        return masked_mean(functional.cross_entropy(logits, batch.y, reduction="none"), batch.mask)
+
+    return objective
+
+
+def proximal(mu: float) -> Objective:
+    """FedProx: mu/2 ||w - w_received||^2 over all parameters."""
+
+    def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
+        gaps = [(value - anchor[name].detach()).square().sum() for name, value in params.items()]
+        return 0.5 * mu * torch.stack(gaps).sum()
+
+    return objective
+
+
+def divergence(noise: Noise, beta: Schedule, weight: Literal["mean", "elbo"] = "mean") -> Objective:
+    """beta x KL of the posteriors.
+
+    weight="mean" takes the mean over the weights (the released code's rule, beta = 10); weight="elbo" takes their sum
+    over the client's number of samples, which with beta = 1 makes the loss the negative ELBO a sample.
+    """
+
+    def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
+        scale = beta(batch.round)
+        if weight == "mean":
+            return scale * kl(noise, params)
+        return scale * kl(noise, params, mean=False) / batch.size.clamp(min=1.0)
+
+    return objective
+
+
+def total(*terms: Objective) -> Objective:
+    """Sum of objectives."""
+
+    def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:
+        return torch.stack([term(params, batch, anchor) for term in terms]).sum()
+
+    return objective
+
+
+def ramp(beta: float, rounds: int, share: float = 0.02) -> Schedule:
+    """Sigmoid rise from near 0 to beta over the first `share` of all rounds, then constant.
+
+        v = r beta / (share R),    beta_r = beta / (1 + exp(-12 (v - beta/2) / beta))  while v <= beta,  else beta
+
+    It is in the released code but not in the paper.
+
+    >>> [round(float(ramp(10.0, 1000)(torch.tensor(float(r)))), 3) for r in (0, 10, 20, 21)]
+    [0.025, 5.0, 9.975, 10.0]
+    """
+    length = share * rounds
+
+    def schedule(round: Tensor) -> Tensor:
+        if length <= 0:
+            return torch.full_like(round, beta)
+        progress = round / length
+        # r / (share R) may exceed 1 by rounding at the last round of the ramp, which still belongs to it.
+        rising = progress <= 1.0 + 1e-6
+        return torch.where(rising, beta * torch.sigmoid(12.0 * (progress - 0.5)), torch.full_like(progress, beta))
+
+    return schedule
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy against probabilities, mean over rows."""
+    return -(target * functional.log_softmax(logits, -1)).sum(-1).mean()
+
+
+def logit(p: float) -> float:
+    """Return log(p / (1 - p)), the log alpha of a dropout rate p."""
+    return math.log(p) - math.log1p(-p)

@@ -1,0 +1,219 @@
+"""What the server makes of the answers.
+
+Shape letters: C clients, K classes, D distillation rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import grad, vjp, vmap
+
+from .. import tree
+from ..tree import Params
+from . import rng
+from .emit import OWNED
+from .local import FIXED
+from .objective import soft_cross_entropy
+from .optim import Groups
+from .types import Aggregate, Emit, Model, Server, ServerState, Update
+
+
+def _movable(params: Params) -> Params:
+    return tree.select(params, lambda name: name.rpartition(".")[2] not in FIXED)
+
+
+def pull(
+    emit: Emit,
+    aggregate: Aggregate,
+    groups: Groups,
+    *,
+    clip: float | None = 100.0,
+    by_size: bool = True,
+    owned_by_share: bool = False,
+) -> Server:
+    """Pull the server's parameters so that what it emits moves towards the targets.
+
+        gradient = sum_i w_i J_emit(i)^T (emitted_i - target_i)        one vector-Jacobian product
+
+    With `emit = shared` and SGD(1) this is FedAvg, with server momentum Reptile, with a hypernetwork inside `emit`
+    MetaVD's rule for the hypernetwork and the embeddings. w_i is the client's share of the data (or 1/C). A
+    client-owned row takes its own client's step with weight 1: no one else shares it. owned_by_share=True weighs it
+    by w_i, as the released code does.
+    """
+
+    def init(key: Tensor) -> ServerState:
+        params = emit.init(rng.fold(key, 0))
+        slots = tree.map(torch.zeros_like, _movable(params))
+        some = next(iter(params.values()))
+        return ServerState(params, slots, torch.zeros((), dtype=some.dtype, device=some.device), key)
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        weight = update.weight if by_size else torch.ones_like(update.weight)
+        weight = weight / weight.sum()
+        targets = aggregate(update.params, weight)
+        fixed = {name: value for name, value in state.params.items() if name.rpartition(".")[2] in FIXED}
+
+        def emitted(moving: Params) -> Params:
+            out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
+            return _movable(out)
+
+        sent, pullback = vjp(emitted, _movable(state.params))
+        gap = tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
+        (gradient,) = pullback(gap)
+        if not owned_by_share:
+            for name in gradient:
+                if name.startswith(OWNED):
+                    rows = torch.einsum("c,c...->c...", 1.0 / weight, gradient[name][update.client])
+                    gradient[name] = gradient[name].index_copy(0, update.client, rows)
+        params, slots = groups.step(state.params, tree.clip(gradient, clip), state.slots, update.client)
+        return ServerState(params, slots, state.round + 1, state.key)
+
+    return Server(init, update)
+
+
+def prune(
+    base: Server, layers: Sequence[str], *, sparsity: float = 0.7, lr: float = 0.02, released: bool = False
+) -> Server:
+    """SNIP: after the first round, keep the (1 - sparsity) share of a layer's weights with the largest saliency.
+
+        saliency = |w . g|,   g = w - sum_i w_i w_i'       at the weights from before the server's step
+
+    released=True takes both after the step, with the local rate under g; where the step lands on the mean (FedAvg)
+    g is then rounding noise.
+    """
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        new = base.update(state, update)
+        weight = update.weight / update.weight.sum()
+        params = dict(new.params)
+        for layer in layers:
+            name, mask = f"{layer}.weight", f"{layer}.mask"
+            at = (new if released else state).params[name]
+            towards = torch.einsum("c,c...->...", weight, update.params[name])
+            saliency = (at * (at - towards) / lr).abs()
+            kept = int((1.0 - sparsity) * saliency.numel()) + int(released)
+            threshold = saliency.flatten().sort(descending=True).values[max(kept, 1) - 1]
+            chosen = (saliency >= threshold).to(at.dtype)
+            params[mask] = torch.where(state.round == 0, chosen, params[mask])
+        return new._replace(params=params)
+
+    return Server(base.init, update)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """FedBE's hyper-parameters; the defaults follow the FedBE paper where the released MetaVD code differs."""
+
+    samples: int = 10
+    sampling: Literal["gaussian", "dirichlet"] = "gaussian"
+    scale: float = 0.1
+    """Standard deviations of a Gaussian sample around the mean."""
+    concentration: float = 1.0
+    average: Literal["probs", "logits"] = "probs"
+    temperature: float = 0.5
+    """Sharpening p^(1/T); 1 leaves the average as it is."""
+    lr: float = 0.01
+    min_lr: float = 9e-5
+    steps: int = 72
+    batch: int = 64
+    swa_period: int = 3
+    clip: float | None = 5.0
+
+
+def distill_rates(config: Distillation) -> list[float]:
+    """Return the learning rate of each step: constant, then a straight line down, then min_lr.
+
+    With 72 steps: 1-35 at lr, 36-53 falling, 54-72 at min_lr.
+
+    >>> rates = distill_rates(Distillation(lr=0.9)); len(rates), rates[34], rates[35] < 0.9, rates[53] == rates[71]
+    (72, 0.9, True, True)
+    """
+    last = config.steps * 3 // 4
+    hold = config.steps // 2 - 1
+    fall = [config.lr + (config.min_lr - config.lr) * (i + 1) / (last - hold) for i in range(last - hold)]
+    return ([config.lr] * hold + fall + [config.min_lr] * config.steps)[: config.steps]
+
+
+def swa_steps(config: Distillation) -> list[int]:
+    """Return the steps (counted from 1) whose iterates are averaged: every third of the last quarter.
+
+    >>> swa_steps(Distillation())
+    [54, 57, 60, 63, 66, 69, 72]
+    """
+    return list(range(config.steps * 3 // 4, config.steps + 1, config.swa_period))
+
+
+def _host(key: Tensor) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(int(key) & (2**63 - 1)))
+
+
+def teachers(config: Distillation, average: Params, params: Params, weight: Tensor, key: Tensor) -> Params:
+    """Return the mean model, the clients' models and draws from a distribution over models, stacked."""
+    spread = [tree.map(lambda value: value[None], average), params]
+    if config.sampling == "gaussian":
+        variance = tree.map(lambda p, m: torch.einsum("c,c...->...", weight, (p - m).square()), params, average)
+        for s in range(config.samples):
+            drawn = {}
+            for i, (name, value) in enumerate(average.items()):
+                eps = rng.normal(rng.fold(key, s, i), value.shape, value.dtype)
+                drawn[name] = (value + config.scale * variance[name].clamp(min=1e-6).sqrt() * eps)[None]
+            spread.append(drawn)
+    else:
+        shares = _host(key).dirichlet([config.concentration] * len(weight), config.samples)
+        for share in shares:
+            mix = torch.as_tensor(share, dtype=weight.dtype, device=weight.device) * weight
+            mix = mix / mix.sum()
+            spread.append(tree.map(lambda p, mix=mix: torch.einsum("c,c...->...", mix, p)[None], params))
+    return {name: torch.cat([each[name] for each in spread]) for name in average}
+
+
+def soft_labels(config: Distillation, logits: Tensor) -> Tensor:
+    """Teachers' logits (M, D, K) -> targets (D, K): their mean, sharpened."""
+    mean = logits.softmax(-1).mean(0) if config.average == "probs" else logits.mean(0).softmax(-1)
+    sharp = mean.pow(1.0 / config.temperature)
+    return sharp / sharp.sum(-1, keepdim=True)
+
+
+def distill(base: Server, model: Model, rows: Callable[[Tensor], Tensor], config: Distillation) -> Server:
+    """FedBE: average, then teach the average what an ensemble of models says about unlabelled rows of the server.
+
+    The student's iterates of the last quarter are averaged (SWA) into the new model. `rows(key)` gives the server's
+    rows, for a round's key, as (D, ...).
+    """
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        new = base.update(state, update)
+        key = rng.fold(state.key, 30_000, state.round.to(torch.int64))
+        x = rows(rng.fold(key, 0))
+        weight = update.weight / update.weight.sum()
+        ensemble = teachers(config, new.params, update.params, weight, rng.fold(key, 1))
+        count = next(iter(ensemble.values())).shape[0]
+        logits = torch.stack([model.apply(tree.unstack(ensemble, i), x, None)[0] for i in range(count)])
+        target = soft_labels(config, logits)
+        student, average = new.params, None
+        chosen = swa_steps(config)
+        for step, lr in enumerate(distill_rates(config), 1):
+            order = rng.permutation(rng.fold(key, 2, step), len(x))[: config.batch]
+            batch, wanted = x[order], target[order]
+
+            def loss(params: Params, batch: Tensor = batch, wanted: Tensor = wanted) -> Tensor:
+                return soft_cross_entropy(model.apply(params, batch, None)[0], wanted)
+
+            student = tree.axpy(-lr, tree.clip(grad(loss)(student), config.clip), student)
+            if step in chosen:
+                share = 1.0 / (chosen.index(step) + 1)
+                average = student if average is None else tree.map(lambda a, s: a + share * (s - a), average, student)
+        return new._replace(params=average if average is not None else student)
+
+    return Server(base.init, update)
+
+
+def check_owned(params: Params) -> int | None:
+    """Return the number of rows of client-owned tables, None when there is none."""
+    return next((value.shape[0] for name, value in params.items() if name.startswith(OWNED)), None)

@@ -1,0 +1,158 @@
+"""Gaussian posteriors on the weights of chosen layers: parameterisation, clamp, dropout rates and KL.
+
+A layer's posterior is q(w) = N(theta, sigma^2). Its spread is one of
+
+    logvar    one log sigma^2 a weight, what the released code learns and what the paper's tables were made with
+    logalpha  one log alpha a weight, sigma^2 = alpha theta^2, as the paper writes it
+    input     one log alpha an input unit: x_j is multiplied by 1 + sqrt(alpha_j) eps, so w_ij has variance
+              alpha_j theta_ij^2, the same relative noise for all weights that leave unit j
+
+and is stored as a distance from `offset`, its initial value. float32 has a spacing of 1e-6 at log sigma^2 = -8.5,
+which swallows the KL's first steps; near 0 it does not.
+
+    dropout rate  p = alpha / (1 + alpha) = sigma^2 / (sigma^2 + theta^2)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ..tree import Params
+
+Kind = Literal["logvar", "logalpha", "input"]
+
+_EPS = 1e-13
+"""Keeps log(1 + theta^2 / sigma^2) finite; the value of the released code."""
+
+
+class _Clamp(torch.autograd.Function):
+    """Clamp whose gradient is stated here rather than left to the library, which changed it at the boundary."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, low: float, high: float, inward: bool) -> Tensor:  # noqa: ARG004
+        return x.clamp(low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float, bool], output: Tensor) -> None:  # noqa: ARG004
+        x, ctx.low, ctx.high, ctx.inward = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        passes = (x >= ctx.low) & (x <= ctx.high)
+        if ctx.inward:
+            passes = passes | ((x < ctx.low) & (gradient < 0)) | ((x > ctx.high) & (gradient > 0))
+        return gradient * passes.to(gradient.dtype), None, None, None
+
+
+def clamp(x: Tensor, low: float, high: float, *, inward: bool = True) -> Tensor:
+    """Clamp x to [low, high]; the gradient is 1 inside and on the boundary.
+
+    Outside, an inward clamp lets a gradient pass when descending it moves x back towards the range, so no value is
+    ever stuck; otherwise the gradient there is 0, and what has left the range never returns (the released code's
+    dead zone).
+
+    >>> x = torch.tensor([-9.0, -8.5, 0.0], requires_grad=True)
+    >>> clamp(x, -8.5, 8.5, inward=False).sum().backward(); x.grad
+    tensor([0., 1., 1.])
+    """
+    result: Tensor = _Clamp.apply(x, low, high, inward)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How the posterior of some layers is parameterised."""
+
+    layers: tuple[str, ...]
+    kind: Kind = "logvar"
+    offset: float = -8.5
+    """Stored values are distances from here."""
+    start: float = 0.0
+    """What is stored at first."""
+    low: float = -17.0
+    """Floor of log sigma^2 (or log alpha)."""
+    high: float = 8.5
+    inward: bool = True
+
+    def entry(self, layer: str) -> str:
+        """Return the name under which a layer's spread travels."""
+        return f"{layer}.logvar" if self.kind == "logvar" else f"{layer}.logalpha"
+
+    def shape(self, weight: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a layer's spread, given its weight's (out, in, ...)."""
+        return (weight[1],) if self.kind == "input" else tuple(weight)
+
+
+def spread(noise: Noise, params: Params, layer: str) -> Tensor:
+    """Return the clamped log sigma^2 (or log alpha) of a layer; a layer without an entry keeps its first value."""
+    stored = params.get(noise.entry(layer))
+    if stored is None:
+        weight = params[f"{layer}.weight"]
+        value = noise.offset + noise.start
+        return torch.full(noise.shape(weight.shape), value, dtype=weight.dtype, device=weight.device)
+    return noise.offset + clamp(stored, noise.low - noise.offset, noise.high - noise.offset, inward=noise.inward)
+
+
+def per_weight(value: Tensor, weight: Tensor) -> Tensor:
+    """Spread a value per input unit (in,) over a weight (out, in, ...); others pass."""
+    if value.dim() == 1 and weight.dim() > 1:
+        return value.reshape(1, -1, *[1] * (weight.dim() - 2)).expand(weight.shape)
+    return value
+
+
+def variance(noise: Noise, params: Params, layer: str) -> Tensor:
+    """Return sigma^2, one a weight."""
+    weight, value = params[f"{layer}.weight"], spread(noise, params, layer).exp()
+    return value if noise.kind == "logvar" else per_weight(value, weight) * weight.square()
+
+
+def log_alpha(noise: Noise, params: Params, layer: str) -> Tensor:
+    """Return log(sigma^2 / theta^2) in the shape of the layer's spread; theta is held fixed."""
+    value = spread(noise, params, layer)
+    if noise.kind != "logvar":
+        return value
+    return value - (params[f"{layer}.weight"].detach().square() + _EPS).log()
+
+
+def rates(noise: Noise, params: Params) -> Params:
+    """Return each layer's dropout rates p = alpha / (1 + alpha), by layer name."""
+    return {layer: torch.sigmoid(log_alpha(noise, params, layer)) for layer in noise.layers}
+
+
+def kl_terms(noise: Noise, params: Params, layer: str) -> Tensor:
+    """Return KL(q || p) of each posterior, under the hierarchical prior N(0, gamma) with gamma at its optimum.
+
+        KL = 1/2 log(1 + theta^2 / sigma^2) = 1/2 log(1 + 1 / alpha),    dKL / d log sigma^2 = -(1 - p) / 2
+
+    The gradient goes to the spread alone: theta is held fixed, as in the released code.
+    """
+    value = spread(noise, params, layer)
+    if noise.kind == "logvar":
+        terms = 0.5 * torch.log1p(params[f"{layer}.weight"].detach().square() / (value.exp() + _EPS))
+    else:
+        terms = 0.5 * softplus(-value)
+    mask = params.get(f"{layer}.mask")
+    return terms if mask is None else terms * mask
+
+
+def kl(noise: Noise, params: Params, *, mean: bool = True) -> Tensor:
+    """Return the KL over all posteriors of all layers: their mean (the released code's) or their sum (the ELBO's)."""
+    terms = [kl_terms(noise, params, layer) for layer in noise.layers]
+    total = torch.stack([term.sum() for term in terms]).sum()
+    return total / sum(term.numel() for term in terms) if mean else total
+
+
+def without_gradient(noise: Noise, stored: Tensor) -> Tensor:
+    """Return which stored values the clamp cuts off from a push towards more noise, the way the KL pushes."""
+    low, high = noise.low - noise.offset, noise.high - noise.offset
+    stuck = stored > high
+    return stuck if noise.inward else stuck | (stored < low)

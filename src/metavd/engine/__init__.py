@@ -1,0 +1,1 @@
+"""How clients are run: one after another or all at once, round after round, with checkpoints."""

@@ -1,0 +1,99 @@
+"""One round, and a run of rounds as a generator of records.
+
+Shape letters: C clients of the cohort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree, wire
+from ..core import rng
+from ..core.types import Algorithm, Batch, Job, ServerState, Update
+from ..data.cohort import TRAIN, Pool, batches, choose
+from ..tree import Params
+from .backend import Backend
+
+
+class NonFiniteError(ArithmeticError):
+    """Training gave a NaN or an infinity; the text names the round, the client and the tensor."""
+
+
+class Record(NamedTuple):
+    """What is known of a round once it is over."""
+
+    round: int
+    """Counted from 1."""
+    cohort: list[int]
+    loss: float
+    """Mean training loss over the cohort's steps, weighted by data size."""
+    down: int
+    """Bytes that the cohort received, and, below, sent; and what they would be without masks."""
+    up: int
+    dense_down: int
+    dense_up: int
+
+
+def _jobs(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Iterator[Job]:
+    device = pool.x.device
+    for client in cohort.tolist():
+        key = rng.fold(state.key.cpu(), TRAIN, int(state.round), client)
+        own = batches(pool, client, algorithm.train_batches, key, state.round)
+        yield Job(torch.tensor(client, device=device), own, pool.x[:0], key.to(device))
+
+
+def train_round(
+    algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor, backend: Backend
+) -> tuple[ServerState, Record]:
+    """Send, train, take the answers: one round of a cohort (client ids, ascending)."""
+
+    def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Params, Tensor]:  # noqa: ARG001
+        return algorithm.local(algorithm.emit.apply(state.params, client, state.round), batches)
+
+    round = int(state.round) + 1
+    answers = list(backend(client, _jobs(algorithm, pool, state, cohort)))
+    adapted = tree.stack([params for params, _ in answers])
+    losses = torch.stack([loss for _, loss in answers])
+    _check(adapted | {"loss": losses}, round, cohort)
+    sizes = [len(pool.federation.train[client]) for client in cohort.tolist()]
+    weight = torch.tensor(sizes, dtype=pool.dtype, device=pool.x.device)
+    traffic = [wire.traffic(tree.unstack(adapted, i)) for i in range(len(cohort))]
+    new = algorithm.server.update(state, Update(cohort.to(pool.x.device), adapted, weight))
+    _check(new.params, round, None)
+    record = Record(
+        round=round,
+        cohort=cohort.tolist(),
+        loss=float((losses * weight).sum() / weight.sum()),
+        down=sum(each.down for each in traffic),
+        up=sum(each.up for each in traffic),
+        dense_down=sum(each.dense for each in traffic),
+        dense_up=sum(each.dense for each in traffic),
+    )
+    return new, record
+
+
+def _check(params: Params, round: int, cohort: Tensor | None) -> None:
+    """Stop at the first tensor that is not finite, and say whose it is."""
+    for name, value in params.items():
+        if torch.isfinite(value).all():
+            continue
+        who = "the server's update"
+        if cohort is not None:
+            bad = ~torch.isfinite(value).reshape(len(cohort), -1).all(1)
+            who = f"client {cohort[int(bad.nonzero()[0])].item()}"
+        raise NonFiniteError(f"round {round}: {who} made {name} NaN or infinite; a smaller lr or clip may help")
+
+
+def simulate(
+    algorithm: Algorithm, pool: Pool, state: ServerState, *, rounds: int, cohort: int, backend: Backend
+) -> Iterator[tuple[ServerState, Record]]:
+    """Go on from a state until `rounds` rounds are finished, yielding the state and the record after each."""
+    for done in range(int(state.round), rounds):
+        chosen = choose(state.key, done, pool.federation.num_clients, cohort)
+        with torch.no_grad():
+            state, record = train_round(algorithm, pool, state, chosen, backend)
+        yield state, record

@@ -1,0 +1,1 @@
+"""From personalised models to figures: predictions -> metrics."""

@@ -1,0 +1,112 @@
+"""Every client's own model, and what it answers: serve -> personalise -> predict, for all clients.
+
+Evaluation draws from keys of its own, so it never changes training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core import rng
+from ..core.types import Algorithm, Batch, Job, ServerState
+from ..core.variational import rates, without_gradient
+from ..data.cohort import PERSONAL, TEST, Pool, batches
+from ..tree import Params
+from .metrics import ClientResult
+
+_ROWS = 256
+"""Test rows answered at once: bounds memory, and fixes which draws a row gets."""
+
+
+Run = Callable[..., Iterator[tuple[Tensor, Params]]]
+
+
+def _jobs(algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequence[int], split: str) -> Iterator[Job]:
+    device = pool.x.device
+    for client in clients:
+        key = rng.fold(state.key.cpu(), PERSONAL, int(state.round), client)
+        own = batches(pool, client, algorithm.personal_batches, key, state.round)
+        rows = torch.from_numpy(getattr(pool.federation, split)[client]).to(device)
+        answer_key = rng.fold(state.key.cpu(), TEST, int(state.round), client)
+        yield Job(torch.tensor(client, device=device), own, pool.prepare(pool.x[rows]), answer_key.to(device))
+
+
+def personal(algorithm: Algorithm, state: ServerState, *, unseen: bool) -> Callable[[Tensor, Sequence[Batch]], Params]:
+    """Return the function that gives a client its own model, for known or for unseen clients."""
+
+    def own(client: Tensor, batches: Sequence[Batch]) -> Params:
+        if unseen:
+            received = algorithm.admit(state.params, state.round, batches)
+        else:
+            received = algorithm.serve(state.params, client, state.round)
+        return algorithm.personalize(received, batches)[0]
+
+    return own
+
+
+def answers(
+    algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequence[int], run: Run, *, split: str = "test"
+) -> Iterator[tuple[ClientResult, Params]]:
+    """Personalise each client and answer its test (or validation) rows; also return the client's masks."""
+    unseen = bool(clients) and clients[0] >= pool.federation.num_clients
+    make = personal(algorithm, state, unseen=unseen)
+    classes = pool.federation.source.num_classes
+
+    def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+        own = make(client, batches)
+        parts = [algorithm.predict(own, part, rng.fold(key, i)) for i, part in enumerate(rows.split(_ROWS)) if len(part)]
+        probs = torch.cat(parts) if parts else rows.new_zeros(0, classes)
+        return probs, {name: value for name, value in own.items() if name.endswith(".mask")}
+
+    with torch.no_grad():
+        results = run(client, _jobs(algorithm, pool, state, clients, split))
+        for number, (probs, masks) in zip(clients, results, strict=True):
+            rows = getattr(pool.federation, split)[number]
+            answer = probs[: len(rows)].double().cpu().numpy()
+            size = len(pool.federation.train[number])
+            yield ClientResult(number, size, answer, pool.federation.source.y[rows]), masks
+
+
+def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: int = 256) -> dict[str, float] | None:
+    """Return what the dropout rates of participating clients look like; None where the method has none.
+
+    rate_mean, rate_sd: over weights and clients. rate_above_0.9: share of rates above 0.9. no_gradient: share of
+    spreads that a push towards more noise cannot move. between_clients: root mean square, over weights, of the
+    standard deviation between clients.
+    """
+    noise = algorithm.noise
+    if noise is None:
+        return None
+    device = state.round.device
+    ids = torch.linspace(0, num_clients - 1, min(num_clients, limit)).round().long()
+    count = len(ids)
+    sums: dict[str, Tensor] = {}
+    total = square = above = stuck = 0.0
+    weights = 0
+    with torch.no_grad():
+        for client in ids:
+            received = algorithm.emit.apply(state.params, client.to(device), state.round)
+            for layer, rate in rates(noise, received).items():
+                value = rate.double()
+                total += float(value.sum())
+                square += float(value.square().sum())
+                above += float((value > 0.9).sum())
+                stuck += float(without_gradient(noise, received[noise.entry(layer)]).sum())
+                weights += value.numel()
+                sums[layer] = sums.get(layer, 0) + value
+                sums[f"{layer}^2"] = sums.get(f"{layer}^2", 0) + value.square()
+    spread = torch.cat([
+        (sums[f"{layer}^2"] / count - (sums[layer] / count).square()).clamp(min=0).flatten() for layer in noise.layers
+    ])
+    mean = total / weights
+    return {
+        "rate_mean": mean,
+        "rate_sd": float(np.sqrt(max(square / weights - mean * mean, 0.0))),
+        "rate_above_0.9": above / weights,
+        "no_gradient": stuck / weights,
+        "between_clients": float(spread.mean().sqrt()),
+    }

@@ -1,0 +1,1 @@
+"""One experiment from its specification to its stored result."""

@@ -1,0 +1,102 @@
+"""Several methods, several seeds, one table with intervals; what is already there is not run again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..engine.checkpoint import write_atomic
+from ..evaluate.metrics import interval
+from ..methods import options_of
+from .run import Listener, prepare, run
+from .spec import Experiment, with_settings
+
+COLUMNS: dict[str, tuple[str, float, int]] = {
+    "test accuracy %": ("test.accuracy", 100.0, 1),
+    "unseen accuracy %": ("unseen.accuracy", 100.0, 1),
+    "test NLL": ("test.nll", 1.0, 3),
+    "unseen NLL": ("unseen.nll", 1.0, 3),
+    "test ECE %": ("test.ece_top1", 100.0, 1),
+    "unseen ECE %": ("unseen.ece_top1", 100.0, 1),
+    "MB sent": ("bytes.total", 1e-6, 2),
+}
+"""Heading -> (where in a result, factor, decimals)."""
+
+
+def value_at(result: dict[str, Any], path: str) -> float | None:
+    """Return a number inside a result, "test.accuracy"; bytes.total is both directions together."""
+    if path == "bytes.total":
+        return float(result["bytes"]["down"] + result["bytes"]["up"])
+    value: Any = result
+    for part in path.split("."):
+        value = value[part]
+    return None if value is None else float(value)
+
+
+def summarize_runs(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float | None] | None]:
+    """Return mean and half width of the 95 % interval over seeds, by heading; None where there is no number."""
+    table: dict[str, tuple[float, float | None] | None] = {}
+    for heading, (path, factor, _) in COLUMNS.items():
+        values = [value_at(result, path) for result in results]
+        known = [value * factor for value in values if value is not None]
+        table[heading] = interval(known) if known else None
+    return table
+
+
+def cell(heading: str, value: tuple[float, float | None] | None) -> str:
+    """Write "91.2 ± 0.8"."""
+    if value is None:
+        return "-"
+    mean, half = value
+    digits = COLUMNS[heading][2]
+    return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def markdown(rows: dict[str, dict[str, tuple[float, float | None] | None]]) -> str:
+    """Write the table as Markdown."""
+    lines = ["| method | " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * len(COLUMNS)]
+    for method, row in rows.items():
+        lines.append(f"| {method} | " + " | ".join(cell(heading, row[heading]) for heading in COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def compare(
+    methods: Sequence[str],
+    *,
+    seeds: int = 3,
+    out: str | Path,
+    experiment: Experiment | None = None,
+    listener: Listener | None = None,
+    **settings: Any,
+) -> dict[str, dict[str, tuple[float, float | None] | None]]:
+    """Run every method with seeds first..first+seeds-1 on the same clients' data, and return the table.
+
+    Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
+    unfinished ones go on.
+    """
+    base = experiment or Experiment()
+    folder = Path(out)
+    planned = {}
+    for method in methods:
+        for seed in range(base.seed, base.seed + seeds):
+            one = with_settings(base, {"method": method, **_fitting(method, settings, methods), "seed": seed})
+            prepare(one)  # wrong input is found before the first run starts
+            planned[method, seed] = one
+    rows, results = {}, {}
+    for (method, seed), one in planned.items():
+        results[method, seed] = run(one, out=folder / method / f"seed-{seed}", resume=True, listener=listener)
+    for method in methods:
+        rows[method] = summarize_runs([result for (name, _), result in results.items() if name == method])
+    content = {"columns": list(COLUMNS), "rows": rows, "runs": list(results.values())}
+    write_atomic(folder / "comparison.json", (json.dumps(content, indent=2) + "\n").encode())
+    write_atomic(folder / "comparison.md", markdown(rows).encode())
+    return rows
+
+
+def _fitting(method: str, settings: Mapping[str, Any], every: Sequence[str]) -> dict[str, Any]:
+    """Keep the options that this method has, and those that none of the methods has, to be refused by name."""
+    own = options_of(method)
+    others = {name for other in every for name in options_of(other)} - set(own)
+    return {key: value for key, value in settings.items() if key not in others}

@@ -1,0 +1,281 @@
+"""Carry out one experiment: build, train, evaluate, store; resume where it stopped."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .. import methods, wire
+from ..core import rng
+from ..core.model import cnn, from_module, mlp, small_cnn, xavier
+from ..core.types import Algorithm, Model, ServerState
+from ..data.cohort import Pool, pool
+from ..data.partition import federate
+from ..data.source import Source, load
+from ..engine.backend import Backend, loop, vectorized
+from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
+from ..engine.simulate import NonFiniteError, Record, simulate
+from ..evaluate.metrics import ClientResult, accuracy, nll, summarize
+from ..evaluate.personal import answers, diagnose
+from ..version import VERSION
+from .spec import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
+from .store import Store, StoreError
+
+_BUILDERS = {"cnn": cnn, "small-cnn": small_cnn, "mlp": mlp}
+
+
+class Listener(Protocol):
+    """Whoever wants to know how a run goes on."""
+
+    def start(self, experiment: Experiment, done: int) -> None:
+        """A run begins, with `done` rounds behind it."""
+
+    def round(self, record: Record) -> None:
+        """A round is over."""
+
+    def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
+        """An evaluation is done."""
+
+    def note(self, text: str) -> None:
+        """Something happened that a person should know."""
+
+
+class Silent:
+    """A listener that does not listen."""
+
+    def start(self, experiment: Experiment, done: int) -> None: ...  # noqa: D102
+    def round(self, record: Record) -> None: ...  # noqa: D102
+    def evaluation(self, round: int, summary: Mapping[str, Any]) -> None: ...  # noqa: D102
+    def note(self, text: str) -> None: ...  # noqa: D102
+
+
+class InterruptedRun(Exception):  # noqa: N818
+    """The run was stopped by hand; its checkpoint is safe."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment, ready to run."""
+
+    experiment: Experiment
+    pool: Pool
+    algorithm: Algorithm
+    backend: Backend
+
+
+def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) -> nn.Module:
+    """Build one of the networks that come with the package; auto chooses by the size of the input."""
+    if name == "auto":
+        small = len(shape) != 3 or min(shape[1:]) < 8
+        name = "mlp" if small else ("cnn" if min(shape[1:]) >= 24 else "small-cnn")
+    if name != "mlp" and (len(shape) != 3 or min(shape[1:]) < 8):
+        raise SpecError(f"model is {name!r}, but it needs images of at least 8x8 pixels and a row here is {tuple(shape)}; use mlp")
+    return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
+
+
+def _model(e: Experiment, source: Source, module: nn.Module | Model | None) -> Model:
+    if isinstance(module, Model):
+        return module
+    dtype = getattr(torch, e.dtype)
+    if module is None:
+        built = module_for(e.model, source.x.shape[1:], source.num_classes, e.width)
+        return from_module(built.to(e.device, dtype), init=xavier)
+    return from_module(module.to(e.device, dtype))
+
+
+def prepare(experiment: Experiment, source: Source | None = None, module: nn.Module | Model | None = None) -> Setup:
+    """Resolve an experiment and build all its parts; wrong input is found here, before anything is written."""
+    e = resolve(experiment, source)
+    source = source if source is not None else load(e.data)
+    assert e.partition is not None and e.clients is not None and e.unseen is not None and e.test_rows is not None
+    assert e.rounds is not None
+    federation = federate(
+        source, e.partition, clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
+        test_share=e.test_share, server_share=float(e.options.get("server_share", 0.0)), seed=e.seed,
+    )  # fmt: skip
+    rows = pool(federation, e.device, getattr(torch, e.dtype))
+    server_rows = torch.from_numpy(federation.server).to(e.device)
+    setting = methods.Setting(
+        num_clients=e.clients,
+        num_classes=source.num_classes,
+        rounds=e.rounds,
+        server_rows=(lambda _: rows.prepare(rows.x[server_rows])) if len(federation.server) else None,
+    )
+    algorithm = methods.algorithm(e.method, _model(e, source, module), setting, e.options)
+    return Setup(e, rows, algorithm, loop if e.backend == "loop" else vectorized(e.chunk))
+
+
+def start(setup: Setup) -> ServerState:
+    """Return the state before the first round."""
+    with torch.no_grad():
+        return setup.algorithm.server.init(rng.key(setup.experiment.seed, setup.experiment.device))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All clients' answers at one state, and what they sum up to."""
+
+    clients: list[ClientResult]
+    summary: dict[str, Any]
+
+
+def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluation:
+    """Personalise and test every client at a state of the server."""
+    federation = setup.pool.federation
+    known = range(federation.num_clients)
+    unseen = range(federation.num_clients, federation.num_clients + federation.num_unseen)
+    shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
+    results, sparsities = [], []
+    for clients in (known, unseen):
+        for result, masks in answers(setup.algorithm, setup.pool, state, clients, setup.backend, split=split):
+            results.append(result)
+            if clients is known:
+                sparsities.append(wire.sparsity(shared | masks))
+    test, new = summarize(results[: len(known)]), summarize(results[len(known) :])
+    both = test["accuracy"] is not None and new["accuracy"] is not None
+    summary = {
+        "test": test,
+        "unseen": new,
+        "gap": new["accuracy"] - test["accuracy"] if both else None,
+        "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
+        "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
+    }
+    return Evaluation(results, summary)
+
+
+_TRAFFIC = ("down", "up", "dense_down", "dense_up")
+
+
+def run(
+    experiment: Experiment | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    source: Source | None = None,
+    module: nn.Module | Model | None = None,
+    listener: Listener | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Run an experiment and return its result, the content of `result.json`.
+
+    Args:
+        experiment: what to run; fields and options may also be given by name, `run(method="fedavg", rounds=20)`.
+        out: folder for the run's files; none are written without it.
+        resume: go on from the last checkpoint in `out`; a finished run is only read.
+        source: your own data, see `metavd.arrays`.
+        module: your own network, an `nn.Module` or what `from_module` made of one.
+        listener: is told of every round and evaluation.
+        settings: fields of `Experiment` and options of the method.
+    """
+    experiment = with_settings(experiment or Experiment(), settings)
+    if source is not None:
+        experiment = with_settings(experiment, {"data": source.name})
+    setup = prepare(experiment, source, module)
+    listener = listener or Silent()
+    if out is None:
+        return _train(setup, None, start(setup), {}, listener)
+    store = Store(Path(out))
+    if store.is_run():
+        _same(store, setup, resume=resume)
+        if store.is_finished():
+            listener.note(f"{store.folder} holds this run, finished; its result is read, not computed again")
+            return store.read_result()
+    with store.lock():
+        store.open(to_toml(setup.experiment))
+        found = load_checkpoint(store.checkpoint, setup.experiment.device, listener.note) if resume else None
+        state, extra = found or (start(setup), {})
+        store.cut_rounds(int(state.round))
+        return _train(setup, store, state, extra, listener)
+
+
+def _same(store: Store, setup: Setup, *, resume: bool) -> None:
+    """Refuse to mix two different runs in one folder, or to overwrite one by accident."""
+    there = resolve(with_settings(Experiment(), from_toml(store.config)), setup.pool.federation.source)
+    if spec_hash(there) != spec_hash(setup.experiment):
+        raise StoreError(f"the folder {store.folder} holds another run, {there.method} on {there.data}, seed {there.seed}, "
+                         "with other settings; name another --out")  # fmt: skip
+    if not resume and not store.is_finished():
+        raise StoreError(f"the folder {store.folder} holds an unfinished run; go on with --resume, or name another --out")
+
+
+@contextmanager
+def _saving(store: Store | None, listener: Listener) -> Iterator[dict[str, Any]]:
+    """Keep the last good state safe whatever ends the training."""
+    last: dict[str, Any] = {}
+
+    def save() -> None:
+        if store is not None and last:
+            save_checkpoint(store.checkpoint, last["state"], last["extra"])
+
+    try:
+        yield last
+    except KeyboardInterrupt:
+        save()
+        done = int(last["state"].round) if last else 0
+        where = f"; the checkpoint is in {store.folder}, go on with --resume" if store else ""
+        raise InterruptedRun(f"stopped after round {done}{where}") from None
+    except NonFiniteError as error:
+        save()
+        kept = f"; the checkpoint of round {int(last['state'].round)} is kept" if store and last else ""
+        raise NonFiniteError(f"{error}{kept}") from None
+
+
+def _train(
+    setup: Setup, store: Store | None, state: ServerState, extra: Mapping[str, Any], listener: Listener
+) -> dict[str, Any]:
+    e = setup.experiment
+    assert e.rounds is not None and e.cohort is not None and e.eval_every is not None
+    assert e.checkpoint_every is not None
+    bytes_total = {key: int(extra.get(key, 0)) for key in _TRAFFIC}
+    before, began = float(extra.get("seconds", 0.0)), time.monotonic()
+    listener.start(e, int(state.round))
+    rounds = simulate(
+        setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=e.cohort, backend=setup.backend
+    )
+    with _saving(store, listener) as last:
+        for new, record in rounds:
+            state = new
+            bytes_total = {key: bytes_total[key] + getattr(record, key) for key in _TRAFFIC}
+            listener.round(record)
+            line: dict[str, Any] = record._asdict()
+            if record.round % e.eval_every == 0 and record.round < e.rounds:
+                line |= evaluate(setup, state).summary
+                listener.evaluation(record.round, line)
+            if store is not None:
+                store.add_round(line)
+            last |= {"state": state, "extra": {**bytes_total, "seconds": before + time.monotonic() - began}}
+            if store is not None and (record.round % e.checkpoint_every == 0 or record.round == e.rounds):
+                save_checkpoint(store.checkpoint, state, last["extra"])
+        final = evaluate(setup, state)
+    listener.evaluation(e.rounds, final.summary)
+    result = {
+        "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "version": VERSION, "device": e.device,
+        "seconds": round(before + time.monotonic() - began, 3),
+        **final.summary,
+        "bytes": bytes_total,
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend,
+        "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
+    }  # fmt: skip
+    if store is not None:
+        store.finish(result, [_client_line(each, setup) for each in final.clients])
+    return result
+
+
+def _client_line(result: ClientResult, setup: Setup) -> dict[str, Any]:
+    tested = len(result.y) > 0
+    return {
+        "client": result.client,
+        "unseen": int(result.client >= setup.pool.federation.num_clients),
+        "train_size": result.train_size,
+        "test_size": len(result.y),
+        "accuracy": accuracy(result.probs, result.y) if tested else "",
+        "nll": nll(result.probs, result.y) if tested else "",
+    }

@@ -1,0 +1,62 @@
+"""How many bytes a client's parameters take on the wire.
+
+A masked layer's weights and spreads travel without their masked entries. The mask itself travels down, as bits or as
+the positions of the fewer kind, whichever is smaller; up it need not, since the server made it. Container headers
+(below 1 kB a message) are not counted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .tree import Params
+
+_POSITION = 4
+"""Bytes of a position in an index list."""
+
+
+class Traffic(NamedTuple):
+    """Bytes of one client's exchange in one round."""
+
+    down: int
+    up: int
+    dense: int
+    """One direction without masks."""
+
+
+def traffic(params: Params) -> Traffic:
+    """Count the bytes of a client's exchange, given what it received or sent back (the shapes are the same).
+
+    >>> import torch
+    >>> traffic({"fc.weight": torch.ones(8, 4), "fc.mask": torch.tensor([[1.0, 0, 0, 0]] * 8)})
+    Traffic(down=36, up=32, dense=128)
+    """
+    dense = up = masks = 0
+    for name, value in params.items():
+        layer, _, part = name.rpartition(".")
+        if part == "mask":
+            kept, count = int(value.sum()), value.numel()
+            if kept < count:
+                masks += min((count + 7) // 8, _POSITION * kept, _POSITION * (count - kept))
+            continue
+        size = value.numel() * value.element_size()
+        dense += size
+        mask = params.get(f"{layer}.mask") if part != "bias" else None
+        # A mask per input unit stands for that unit's whole column of weights.
+        up += size if mask is None else round(size * float(mask.mean(dtype=value.dtype)))
+    return Traffic(up + masks, up, dense)
+
+
+def sparsity(params: Params) -> dict[str, float]:
+    """Return the share of masked weights in the masked layers, and in the whole model (spreads not counted)."""
+    masked = layer_weights = model_weights = 0.0
+    for name, value in params.items():
+        layer, _, part = name.rpartition(".")
+        if part in {"mask", "logvar", "logalpha"}:
+            continue
+        model_weights += value.numel()
+        mask = params.get(f"{layer}.mask") if part != "bias" else None
+        if mask is not None:
+            layer_weights += value.numel()
+            masked += value.numel() * (1.0 - float(mask.mean()))
+    return {"layer": masked / layer_weights if layer_weights else 0.0, "model": masked / max(model_weights, 1.0)}
