@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import VERSION as __version__
+from .version import VERSION
 
 if TYPE_CHECKING:
     from .core.model import from_module as from_module
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .experiment.compare import compare as compare
     from .experiment.run import run as run
     from .experiment.spec import Experiment as Experiment
+
+__version__ = VERSION
 
 _HOMES = {
     "Algorithm": "core.types",

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from . import methods as catalogue
-from .core.model import from_module as _from_module  # noqa: F401  (fails early where torch is broken)
 from .data.partition import PartitionError
 from .data.source import SOURCES, SourceError
 from .engine.simulate import NonFiniteError, Record
@@ -54,7 +53,7 @@ class Reporter:
     def start(self, experiment: Experiment, done: int) -> None:
         """Say what begins."""
         self.stop()
-        self.total, self.first, self.began, self.accuracy = experiment.rounds or 0, done, time.monotonic(), ""
+        self.total, self.first, self.began, self.accuracy = experiment.rounds, done, time.monotonic(), ""
         title = f"{experiment.method} on {experiment.data}, seed {experiment.seed}"
         if self.err.is_terminal:
             self.bar = Progress(
@@ -76,7 +75,9 @@ class Reporter:
     def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
         """Show an evaluation."""
         shown = "  ".join(
-            f"{name} {summary[name]['accuracy']:.1%}" for name in ("test", "unseen") if summary[name]["accuracy"] is not None
+            f"{name} {summary[name]['accuracy']:.1%}"
+            for name in ("test", "unseen")
+            if summary[name]["accuracy"] is not None
         )
         self.accuracy = f"  {shown}" if shown else ""
         if self.bar is None:
@@ -123,9 +124,9 @@ def _shared(command: Command) -> Command:
         click.option("--data", metavar="NAME", help="Dataset; see metavd datasets. [default: digits]"),
         click.option("--rounds", type=int, metavar="N", help="Communication rounds. [default: the dataset's]"),
         click.option("--seed", type=int, metavar="S", help="Seed of everything random. [default: 0]"),
-        click.option("--out", type=click.Path(file_okay=False), metavar="DIR", help="Folder for results. [default: below runs/]"),
+        click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
         click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]"),
-        click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, such as a run's config.toml."),
+        click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, as config.toml."),
         click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
                      help="Any setting or option of the method, for example --set beta=2; repeatable."),
     ]):  # fmt: skip
@@ -136,7 +137,7 @@ def _shared(command: Command) -> Command:
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION, prog_name="metavd")
 def cli() -> None:
-    """Personalised, Bayesian federated learning.
+    r"""Personalised, Bayesian federated learning.
 
     \b
     metavd run                          train reptile+metavd on the embedded digits, beside fedavg
@@ -151,9 +152,13 @@ def cli() -> None:
 @click.argument("method", required=False)
 @_shared
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.")
-@click.option("--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]")
-def run_command(method: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], resume: bool,
-                baseline: str | None, **given: Any) -> None:  # fmt: skip
+@click.option(
+    "--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]"
+)
+def run_command(
+    *, method: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], resume: bool,
+    baseline: str | None, **given: Any,
+) -> None:  # fmt: skip
     """Train METHOD and show how well every client is served.
 
     Without METHOD: reptile+metavd, and fedavg under the same conditions beside it.
@@ -190,8 +195,9 @@ def default_folder(experiment: Experiment) -> Path:
 @click.argument("methods", nargs=-1, required=True)
 @_shared
 @click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds a method.")
-def compare_command(methods: tuple[str, ...], seeds: int, out: str | None, config: str | None,
-                    pairs: tuple[str, ...], **given: Any) -> None:  # fmt: skip
+def compare_command(
+    *, methods: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any
+) -> None:
     """Train several METHODS with several seeds; mean and 95 % interval in one table.
 
     Finished runs in DIR are read, not run again; unfinished ones go on.
@@ -278,7 +284,12 @@ def show_command(folders: tuple[str, ...]) -> None:
 _ROWS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Any], str], ...] = (
     ("accuracy", "%", lambda part: part["accuracy"], "mean over clients, weighted by their training data"),
     ("worst client", "%", lambda part: part["worst_client"], "accuracy of the client served worst"),
-    ("calibration error", "%", lambda part: part["ece_top1"], "how far confidence is from accuracy (ECE); lower is better"),
+    (
+        "calibration error",
+        "%",
+        lambda part: part["ece_top1"],
+        "how far confidence is from accuracy (ECE); lower is better",
+    ),
     ("NLL", "", lambda part: part["nll"], "surprise at the true labels; lower is better"),
 )
 
@@ -302,7 +313,9 @@ def print_results(results: Sequence[Mapping[str, Any]]) -> None:
     table.add_row("  traffic MB", *(f"{(r['bytes']['down'] + r['bytes']['up']) / 1e6:.2f}" for r in results),
                   "sent in both directions in all rounds")  # fmt: skip
     if any(result["sparsity"]["layer"] for result in results):
-        table.add_row("  weights dropped", *(_number(r["sparsity"]["layer"], "%") for r in results), "in the masked layer")
+        table.add_row(
+            "  weights dropped", *(_number(r["sparsity"]["layer"], "%") for r in results), "in the masked layer"
+        )
     table.add_row("  seconds", *(f"{result['seconds']:.1f}" for result in results), "training and evaluation")
     console().print(table)
 

@@ -18,7 +18,20 @@ from .core import aggregate, emit, gp_slots, local, objective, rng, server
 from .core.model import attach, headless, reset
 from .core.optim import Groups, Sgd
 from .core.predict import posterior_draws, posterior_mean
-from .core.types import NEW, Admit, Aggregate, Algorithm, Batch, Emit, Model, Objective, Predict, Sampling, Server
+from .core.types import (
+    NEW,
+    Admit,
+    Aggregate,
+    Algorithm,
+    Batch,
+    Emit,
+    Local,
+    Model,
+    Objective,
+    Predict,
+    Sampling,
+    Server,
+)
 from .core.variational import Noise
 from .tree import Params
 
@@ -132,7 +145,9 @@ POSTERIOR = (
     Option("spread", "logvar", "learn log sigma^2 or log alpha", choices=("logvar", "logalpha")),
     Option("rate", 0.0, "initial dropout rate of a typical weight; 0: log sigma^2 = -8.5", 0, 0.999),
     Option("floor", -17.0, "lowest log sigma^2 (or log alpha)", -60, 8),
-    Option("clamp", "inward", "at the floor: without a dead zone, or as released", choices=("inward", "released")),
+    Option("ceiling", 0.0, "highest log sigma^2: a standard deviation of 1", -60, 8.5),
+    Option("max_rate", 0.99, "highest dropout rate where log alpha is learned", 0.001, 0.9999),
+    Option("clamp", "through", "at the floor: gradients pass, or stop as released", choices=("through", "released")),
     Option("beta", 10.0, "weight of the KL", 0, search=tuple(float(i) for i in range(1, 16))),
     Option("beta_ramp", 0.02, "share of all rounds in which beta rises from 0", 0, 1),
     Option("kl", "mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta", choices=("mean", "elbo")),
@@ -256,8 +271,9 @@ def _noise(model: Model, o: Options) -> Noise:
         square = float(torch.cat([weights[f"{layer}.weight"].flatten() for layer in layers]).square().mean())
         first = objective.logit(rate) + (float(torch.tensor(square).log()) if kind == "logvar" else 0.0)
     if o["clamp"] == "released":
-        return Noise(layers, kind, offset=0.0, start=first, low=o["floor"], inward=False)
-    return Noise(layers, kind, offset=first, low=min(o["floor"], first))
+        return Noise(layers, kind, offset=0.0, start=first, low=o["floor"], high=8.5, through=False)
+    high = o["ceiling"] if kind == "logvar" else objective.logit(o["max_rate"])
+    return Noise(layers, kind, offset=first, low=min(o["floor"], first), high=max(high, first))
 
 
 def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:
@@ -352,9 +368,7 @@ def dp(parts: Parts, o: Options) -> Parts:
     assert parts.noise is not None
     released = o["dropped"] == "released"
     serve = parts.serve or (parts.emit if released else None)
-    emits = emit.dropping(
-        parts.emit, parts.noise, threshold=o["threshold"], start=o["drop_from"], released=released
-    )
+    emits = emit.dropping(parts.emit, parts.noise, threshold=o["threshold"], start=o["drop_from"], released=released)
     return replace(parts, emit=emits, serve=serve)
 
 
@@ -366,7 +380,7 @@ def ft(parts: Parts, o: Options) -> Parts:  # noqa: ARG001
 # --- bases: Parts -> Algorithm -----------------------------------------------------------------------------------
 
 
-def _assemble(parts: Parts, o: Options, steps: local.Local, batches: Sampling) -> Algorithm:
+def _assemble(parts: Parts, o: Options, steps: Local, batches: Sampling) -> Algorithm:
     """Put the slots together; personalisation takes gradient steps where the method adapts."""
     groups = Groups(parts.groups, sparse=parts.sparse)
     pulled = server.pull(
@@ -503,8 +517,10 @@ BASES: dict[str, Base] = {
     "fedavg": Base(fedavg, "local SGD, averaged by data size", "McMahan et al., AISTATS 2017", TRAINING + AVERAGING),
     "fedprox": Base(fedprox, "FedAvg with a proximal term", "Li et al., MLSys 2020", TRAINING + AVERAGING + FEDPROX),
     "reptile": Base(reptile, "FedAvg with server momentum and one adaptation step", _JIANG, TRAINING + META + ADAPTING),
-    "maml": Base(maml, "second-order MAML on every client", "Chen et al. 2018, arXiv:1802.07876", TRAINING + META + OUTER),
-    "perfedavg": Base(perfedavg, "Hessian-free MAML", "Fallah et al., NeurIPS 2020", TRAINING + META + OUTER + PERFEDAVG),
+    "maml": Base(maml, "second-order MAML on every client", "Chen et al. 2018, arXiv:1802.07876",
+                 TRAINING + META + OUTER),
+    "perfedavg": Base(perfedavg, "Hessian-free MAML", "Fallah et al., NeurIPS 2020",
+                      TRAINING + META + OUTER + PERFEDAVG),
     "fedbe": Base(fedbe, "FedAvg distilled from a Bayesian ensemble", "Chen and Chao, ICLR 2021",
                   TRAINING + AVERAGING + FEDBE),
     "pfedgp": Base(pfedgp, "shared features, a Gaussian-process tree a client", "Achituve et al., NeurIPS 2021",
@@ -527,6 +543,8 @@ EXTRAS: dict[str, Regulariser] = {
     "ft": Regulariser(ft, "fine-tuned before use", "Wang et al. 2019, arXiv:1910.10252", ADAPTING),
 }
 
+PARTS = REGULARISERS | EXTRAS
+
 REGULARISED = ("fedavg", "reptile", "maml", "perfedavg")
 
 NAMES: tuple[str, ...] = (
@@ -541,7 +559,7 @@ NAMES: tuple[str, ...] = (
 def parse(name: str) -> list[str]:
     """Split a method's name into its parts, or say in one sentence why there is no such method."""
     base, *rest = name.lower().split("+")
-    known = [*REGULARISERS, *EXTRAS]
+    known = list(PARTS)
     if base not in BASES:
         raise MethodError(f"unknown method {name!r}; {_nearest(name, NAMES)}")
     for part in rest:
@@ -581,7 +599,7 @@ def options_of(name: str) -> dict[str, Option]:
     base, *rest = parse(name)
     options = {option.name: option for option in BASES[base].options}
     for part in rest:
-        options |= {option.name: option for option in {**REGULARISERS, **EXTRAS}[part].options}
+        options |= {option.name: option for option in PARTS[part].options}
     return options | {VARIANT.name: VARIANT}
 
 
@@ -603,14 +621,14 @@ def algorithm(name: str, model: Model, setting: Setting, options: Options | None
     o = resolve(name, options)
     parts = plain(model, setting, o)
     for part in rest:
-        parts = {**REGULARISERS, **EXTRAS}[part].build(parts, o)
+        parts = PARTS[part].build(parts, o)
     return BASES[base].build(parts, o)
 
 
 def describe(name: str) -> dict[str, Any]:
     """Return a method's line of description, its paper and its options, as plain values."""
     base, *rest = parse(name)
-    pieces = [BASES[base], *({**REGULARISERS, **EXTRAS}[part] for part in rest)]
+    pieces: list[Base | Regulariser] = [BASES[base], *(PARTS[part] for part in rest)]
     return {
         "name": name,
         "text": "; ".join(piece.text for piece in pieces),

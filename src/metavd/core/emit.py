@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def row(table: Tensor, client: Tensor) -> Tensor:
 
 
 def _bounded(noise: Noise, stored: Tensor) -> Tensor:
-    return clamp(stored, noise.low - noise.offset, noise.high - noise.offset, inward=noise.inward)
+    return clamp(stored, noise.low - noise.offset, noise.high - noise.offset, through=noise.through)
 
 
 def _start(model: Model, noise: Noise, layer: str, like: Params, *lead: int) -> Tensor:
@@ -121,7 +122,7 @@ def meta(
         params = base.init(key)
         like = next(iter(params.values()))
         params[EMBEDDING] = rng.normal(rng.fold(key, 20_000), [num_clients, embedded], like.dtype)
-        for i, (inputs, units) in enumerate(zip(widths, widths[1:], strict=False)):
+        for i, (inputs, units) in enumerate(pairwise(widths)):
             for j, (part, shape) in enumerate((("weight", [units, inputs]), ("bias", [units]))):
                 empty = torch.empty(shape, dtype=like.dtype, device=like.device)
                 params[f"server.hyper.{i}.{part}"] = xavier(rng.fold(key, 20_001 + i, j), part, empty)
@@ -130,10 +131,10 @@ def meta(
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
         output = hypernetwork(params, row(params[EMBEDDING], client))
-        pieces = output.split([math.prod(shape) for shape in shapes.values()])
+        pieces = torch.split(output, [math.prod(shape) for shape in shapes.values()])
         for (layer, shape), piece in zip(shapes.items(), pieces, strict=True):
             if released:
-                value = noise.start + clamp(piece, -8.5, 8.5, inward=False)
+                value = noise.start + clamp(piece, -8.5, 8.5, through=False)
             else:
                 value = _bounded(noise, noise.start + piece)
             received[noise.entry(layer)] = value.reshape(shape)
@@ -201,7 +202,7 @@ def zeroed(base: Emit, layers: Sequence[str]) -> Emit:
 def fitted(emit: Emit, objective: Objective, *, steps: int, lr: float) -> Admit:
     """Admit an unseen client by fitting its embedding to its data, the hypernetwork held fixed.
 
-        e <- e - lr J_e^T grad L(emit(e); batch)        from the mean of the known embeddings
+    e <- e - lr J_e^T grad L(emit(e); batch)        from the mean of the known embeddings
     """
 
     def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:

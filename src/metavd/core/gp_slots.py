@@ -65,7 +65,11 @@ def conditioned(model: Model, tree: Tree) -> Local:
             batch = batches[0]
             features, y, mask, key = model.features(own, batch.x), batch.y, batch.mask, batch.key
         else:
-            features, y, mask = points[0, :1], torch.zeros(1, dtype=torch.int64, device=points.device), points[0, :1, 0] * 0
+            features, y, mask = (
+                points[0, :1],
+                torch.zeros(1, dtype=torch.int64, device=points.device),
+                points[0, :1, 0] * 0,
+            )
             key = rng.key(0, points.device)
         posterior = gp.condition(
             features, y, mask, key, tree.num_classes, points=points, borrow=borrow, limit=tree.limit,

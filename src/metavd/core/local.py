@@ -86,9 +86,9 @@ def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Param
 
     def objective_of_all(params: Params, anchor: Params) -> Tensor:
         losses = torch.stack([objective(params, batch, anchor) for batch in batches])
-        rows = torch.stack([
-            torch.full_like(losses[0], len(batch.y)) if batch.mask is None else batch.mask.sum() for batch in batches
-        ])
+        rows = torch.stack(
+            [torch.full_like(losses[0], len(batch.y)) if batch.mask is None else batch.mask.sum() for batch in batches]
+        )
         return (losses * rows).sum() / rows.sum().clamp(min=1.0)
 
     return objective_of_all
@@ -129,7 +129,7 @@ def maml(
 
 def hessian_product(function: Callable[[Params], Tensor], point: Params, direction: Params) -> Params:
     """Return H v exactly, by differentiating the gradient (the Hessian is symmetric)."""
-    _, pullback = vjp(grad(function), point)
+    _, pullback = vjp(grad(function), point)  # type: ignore[misc]
     product: Params = pullback(direction)[0]
     return product
 

@@ -33,8 +33,8 @@ _STD_EPS = 1e-10
 class _Noisy(nn.Module):
     """What a noisy linear and a noisy convolutional layer share. An empty extra means that it was not given."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Tensor
+    bias: Tensor | None
     variance: Tensor
     alpha: Tensor
     mask: Tensor
@@ -66,12 +66,12 @@ class _Noisy(nn.Module):
         return rng.normal(self.key, [like.shape[0] // draws, *like.shape[1:]], like.dtype).reshape(like.shape)
 
 
-class _NoisyLinear(_Noisy, nn.Linear):
+class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 
 
-class _NoisyConv2d(_Noisy, nn.Conv2d):
+class _NoisyConv2d(_Noisy, nn.Conv2d):  # type: ignore[misc]
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._conv_forward(x, weight, bias)
 
@@ -79,15 +79,16 @@ class _NoisyConv2d(_Noisy, nn.Conv2d):
 _NOISY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _NoisyLinear, nn.Conv2d: _NoisyConv2d}
 
 
-def _prepare(module: nn.Module) -> dict[str, nn.Module]:
+def _prepare(module: nn.Module) -> dict[str, _Noisy]:
     """Turn the module's linear and convolutional layers into noisy ones, in place; return them by name."""
-    layers = {}
+    layers: dict[str, _Noisy] = {}
     for name, layer in module.named_modules():
         noisy = _NOISY.get(type(layer))
         if noisy is not None:
             layer.__class__ = noisy
             for extra in _EXTRAS:
                 layer.register_buffer(extra, torch.empty(0))
+            assert isinstance(layer, _Noisy)
             layers[name] = layer
         elif getattr(layer, "running_mean", None) is not None:
             raise ValueError(
@@ -128,7 +129,7 @@ def from_module(
             values, so pre-trained weights are kept.
     """
     module = copy.deepcopy(module)
-    layers = {name: tuple(layer.weight.shape) for name, layer in _prepare(module).items()}  # type: ignore[union-attr,arg-type]
+    layers = {name: tuple(layer.weight.shape) for name, layer in _prepare(module).items()}
     names = tuple(layers)
     chosen = tuple(variational) if variational is not None else names[-2:-1] or names[-1:]
     for name in chosen:
@@ -136,6 +137,7 @@ def from_module(
             raise ValueError(f"no linear or convolutional layer is called {name!r}; the module has {', '.join(names)}")
     start = {name: value.detach().clone() for name, value in module.named_parameters()}
     body = _without_output(module, names[-1])
+    tied = len(list(module.named_parameters(remove_duplicate=False))) > len(start)
 
     def make(key: Tensor) -> Params:
         if init is None:
@@ -153,27 +155,27 @@ def from_module(
         given |= {f"{name}.mask": params[f"{name}.mask"] for name in layers if f"{name}.mask" in params}
         rows = x.shape[0]
         if draws == 1:
-            return _call(module, given, x)[None]
+            return _call(module, given, x, tied)[None]
         noisy = {name.partition(".")[0] for name in extras}
         before, after = parts(next(i for i, name in enumerate(module._modules) if name in noisy))
-        x = _call(before, given, x)
+        x = _call(before, given, x, tied)
         x = x.expand(draws, *x.shape).reshape(draws * rows, *x.shape[1:])
-        return _call(after, given, x).reshape(draws, rows, -1)
+        return _call(after, given, x, tied).reshape(draws, rows, -1)
 
     def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:  # noqa: ARG001
         return run(params, x, {}, 1)
 
     def features(params: Params, x: Tensor) -> Tensor:
-        return _call(body, {name: value for name, value in params.items() if name in start}, x)
+        return _call(body, {name: value for name, value in params.items() if name in start}, x, tied)
 
     return Model(make, apply, features, run, layers, chosen, init is not None)
 
 
-def _call(module: nn.Module, given: Params, x: Tensor) -> Tensor:
-    """Run a part of the network with the entries that belong to it."""
+def _call(module: nn.Module, given: Params, x: Tensor, tied: bool) -> Tensor:
+    """Run a part of the network with the entries that belong to it; looking for tied weights costs time."""
     heads = set(module._modules) | set(module._parameters)
     own = {name: value for name, value in given.items() if name.partition(".")[0] in heads}
-    result: Tensor = functional_call(module, own, (x,))
+    result: Tensor = functional_call(module, own, (x,), tie_weights=tied)
     return result
 
 

@@ -54,7 +54,7 @@ def proximal(mu: float) -> Objective:
 
 
 def divergence(noise: Noise, beta: Schedule, weight: Literal["mean", "elbo"] = "mean") -> Objective:
-    """beta x KL of the posteriors.
+    """Weight the KL of the posteriors: beta x KL.
 
     weight="mean" takes the mean over the weights (the released code's rule, beta = 10); weight="elbo" takes their sum
     over the client's number of samples, which with beta = 1 makes the loss the negative ELBO a sample.

@@ -63,7 +63,7 @@ def pull(
             out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
             return _movable(out)
 
-        sent, pullback = vjp(emitted, _movable(state.params))
+        sent, pullback = vjp(emitted, _movable(state.params))  # type: ignore[misc]
         gap = tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
         (gradient,) = pullback(gap)
         if not owned_by_share:
@@ -196,8 +196,8 @@ def distill(base: Server, model: Model, rows: Callable[[Tensor], Tensor], config
         count = next(iter(ensemble.values())).shape[0]
         logits = torch.stack([model.apply(tree.unstack(ensemble, i), x, None)[0] for i in range(count)])
         target = soft_labels(config, logits)
-        student, average = new.params, None
-        chosen = swa_steps(config)
+        student, chosen = new.params, swa_steps(config)
+        iterates: list[Params] = []
         for step, lr in enumerate(distill_rates(config), 1):
             order = rng.permutation(rng.fold(key, 2, step), len(x))[: config.batch]
             batch, wanted = x[order], target[order]
@@ -207,13 +207,7 @@ def distill(base: Server, model: Model, rows: Callable[[Tensor], Tensor], config
 
             student = tree.axpy(-lr, tree.clip(grad(loss)(student), config.clip), student)
             if step in chosen:
-                share = 1.0 / (chosen.index(step) + 1)
-                average = student if average is None else tree.map(lambda a, s: a + share * (s - a), average, student)
-        return new._replace(params=average if average is not None else student)
+                iterates.append(student)
+        return new._replace(params=tree.map(lambda values: values.mean(0), tree.stack(iterates)))
 
     return Server(base.init, update)
-
-
-def check_owned(params: Params) -> int | None:
-    """Return the number of rows of client-owned tables, None when there is none."""
-    return next((value.shape[0] for name, value in params.items() if name.startswith(OWNED)), None)

@@ -16,7 +16,7 @@ which swallows the KL's first steps; near 0 it does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,42 +30,21 @@ _EPS = 1e-13
 """Keeps log(1 + theta^2 / sigma^2) finite; the value of the released code."""
 
 
-class _Clamp(torch.autograd.Function):
-    """Clamp whose gradient is stated here rather than left to the library, which changed it at the boundary."""
+def clamp(x: Tensor, low: float, high: float, *, through: bool = True) -> Tensor:
+    """Clamp x to [low, high], with a gradient that is stated here: torch changed its own at the boundary in 2.15.
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, low: float, high: float, inward: bool) -> Tensor:  # noqa: ARG004
-        return x.clamp(low, high)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float, bool], output: Tensor) -> None:  # noqa: ARG004
-        x, ctx.low, ctx.high, ctx.inward = inputs
-        ctx.save_for_backward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        passes = (x >= ctx.low) & (x <= ctx.high)
-        if ctx.inward:
-            passes = passes | ((x < ctx.low) & (gradient < 0)) | ((x > ctx.high) & (gradient > 0))
-        return gradient * passes.to(gradient.dtype), None, None, None
-
-
-def clamp(x: Tensor, low: float, high: float, *, inward: bool = True) -> Tensor:
-    """Clamp x to [low, high]; the gradient is 1 inside and on the boundary.
-
-    Outside, an inward clamp lets a gradient pass when descending it moves x back towards the range, so no value is
-    ever stuck; otherwise the gradient there is 0, and what has left the range never returns (the released code's
-    dead zone).
+    A straight-through clamp has gradient 1 everywhere, so nothing is ever stuck outside the range. Otherwise the
+    gradient is 1 inside and on the boundary and 0 outside, and what has left the range never returns: the released
+    code's dead zone.
 
     >>> x = torch.tensor([-9.0, -8.5, 0.0], requires_grad=True)
-    >>> clamp(x, -8.5, 8.5, inward=False).sum().backward(); x.grad
+    >>> clamp(x, -8.5, 8.5, through=False).sum().backward(); x.grad
     tensor([0., 1., 1.])
     """
-    result: Tensor = _Clamp.apply(x, low, high, inward)  # type: ignore[no-untyped-call]
-    return result
+    bounded = x.detach().clamp(low, high)
+    if through:
+        return x + (bounded - x.detach())
+    return torch.where((x >= low) & (x <= high), x, bounded)
 
 
 @dataclass(frozen=True)
@@ -81,7 +60,8 @@ class Noise:
     low: float = -17.0
     """Floor of log sigma^2 (or log alpha)."""
     high: float = 8.5
-    inward: bool = True
+    through: bool = True
+    """Whether gradients pass the clamp at both ends, see `clamp`."""
 
     def entry(self, layer: str) -> str:
         """Return the name under which a layer's spread travels."""
@@ -99,7 +79,7 @@ def spread(noise: Noise, params: Params, layer: str) -> Tensor:
         weight = params[f"{layer}.weight"]
         value = noise.offset + noise.start
         return torch.full(noise.shape(weight.shape), value, dtype=weight.dtype, device=weight.device)
-    return noise.offset + clamp(stored, noise.low - noise.offset, noise.high - noise.offset, inward=noise.inward)
+    return noise.offset + clamp(stored, noise.low - noise.offset, noise.high - noise.offset, through=noise.through)
 
 
 def per_weight(value: Tensor, weight: Tensor) -> Tensor:
@@ -154,5 +134,4 @@ def kl(noise: Noise, params: Params, *, mean: bool = True) -> Tensor:
 def without_gradient(noise: Noise, stored: Tensor) -> Tensor:
     """Return which stored values the clamp cuts off from a push towards more noise, the way the KL pushes."""
     low, high = noise.low - noise.offset, noise.high - noise.offset
-    stuck = stored > high
-    return stuck if noise.inward else stuck | (stored < low)
+    return ((stored < low) | (stored > high)) & (not noise.through)

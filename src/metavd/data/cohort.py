@@ -61,7 +61,7 @@ def plan(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:
     per_pass = math.ceil(count / sampling.batch)
     if sampling.group == 1:
         passes = (rng.permutation(rng.fold(key, epoch), count) for epoch in range(sampling.epochs))
-        return [batch for order in passes for batch in order.split(sampling.batch)]
+        return [batch for order in passes for batch in torch.split(order, sampling.batch)]
     batches = math.ceil(per_pass / sampling.group) * sampling.group
     if sampling.independent:
         size = min(sampling.batch, count)

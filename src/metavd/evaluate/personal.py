@@ -48,6 +48,11 @@ def personal(algorithm: Algorithm, state: ServerState, *, unseen: bool) -> Calla
     return own
 
 
+def masks_of(params: Params) -> Params:
+    """Return the masks among a client's parameters."""
+    return {name: value for name, value in params.items() if name.endswith(".mask")}
+
+
 def answers(
     algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequence[int], run: Run, *, split: str = "test"
 ) -> Iterator[tuple[ClientResult, Params]]:
@@ -58,9 +63,10 @@ def answers(
 
     def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Tensor, Params]:
         own = make(client, batches)
-        parts = [algorithm.predict(own, part, rng.fold(key, i)) for i, part in enumerate(rows.split(_ROWS)) if len(part)]
-        probs = torch.cat(parts) if parts else rows.new_zeros(0, classes)
-        return probs, {name: value for name, value in own.items() if name.endswith(".mask")}
+        if not len(rows):
+            return rows.new_zeros(0, classes), masks_of(own)
+        parts = [algorithm.predict(own, part, rng.fold(key, i)) for i, part in enumerate(torch.split(rows, _ROWS))]
+        return torch.cat(parts), masks_of(own)
 
     with torch.no_grad():
         results = run(client, _jobs(algorithm, pool, state, clients, split))
@@ -99,9 +105,9 @@ def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: 
                 weights += value.numel()
                 sums[layer] = sums.get(layer, 0) + value
                 sums[f"{layer}^2"] = sums.get(f"{layer}^2", 0) + value.square()
-    spread = torch.cat([
-        (sums[f"{layer}^2"] / count - (sums[layer] / count).square()).clamp(min=0).flatten() for layer in noise.layers
-    ])
+    spread = torch.cat(
+        [(sums[f"{layer}^2"] / count - (sums[layer] / count).square()).clamp(min=0).flatten() for layer in noise.layers]
+    )
     mean = total / weights
     return {
         "rate_mean": mean,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from ..core.types import Algorithm, Model, ServerState
 from ..data.cohort import Pool, pool
 from ..data.partition import federate
 from ..data.source import Source, load
-from ..engine.backend import Backend, loop, vectorized
+from ..engine.backend import Backend, loop, threads_for, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.simulate import NonFiniteError, Record, simulate
 from ..evaluate.metrics import ClientResult, accuracy, nll, summarize
@@ -69,6 +70,8 @@ class Setup:
     pool: Pool
     algorithm: Algorithm
     backend: Backend
+    weights: int
+    """Of the network that a client runs."""
 
 
 def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) -> nn.Module:
@@ -77,7 +80,9 @@ def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) ->
         small = len(shape) != 3 or min(shape[1:]) < 8
         name = "mlp" if small else ("cnn" if min(shape[1:]) >= 24 else "small-cnn")
     if name != "mlp" and (len(shape) != 3 or min(shape[1:]) < 8):
-        raise SpecError(f"model is {name!r}, but it needs images of at least 8x8 pixels and a row here is {tuple(shape)}; use mlp")
+        raise SpecError(
+            f"model is {name!r}, but it needs images of at least 8x8 pixels and a row here is {tuple(shape)}; use mlp"
+        )
     return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
 
 
@@ -95,8 +100,6 @@ def prepare(experiment: Experiment, source: Source | None = None, module: nn.Mod
     """Resolve an experiment and build all its parts; wrong input is found here, before anything is written."""
     e = resolve(experiment, source)
     source = source if source is not None else load(e.data)
-    assert e.partition is not None and e.clients is not None and e.unseen is not None and e.test_rows is not None
-    assert e.rounds is not None
     federation = federate(
         source, e.partition, clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
         test_share=e.test_share, server_share=float(e.options.get("server_share", 0.0)), seed=e.seed,
@@ -109,8 +112,10 @@ def prepare(experiment: Experiment, source: Source | None = None, module: nn.Mod
         rounds=e.rounds,
         server_rows=(lambda _: rows.prepare(rows.x[server_rows])) if len(federation.server) else None,
     )
-    algorithm = methods.algorithm(e.method, _model(e, source, module), setting, e.options)
-    return Setup(e, rows, algorithm, loop if e.backend == "loop" else vectorized(e.chunk))
+    model = _model(e, source, module)
+    weights = sum(math.prod(shape) for shape in model.layers.values())
+    algorithm = methods.algorithm(e.method, model, setting, e.options)
+    return Setup(e, rows, algorithm, loop if e.backend == "loop" else vectorized(e.chunk), weights)
 
 
 def start(setup: Setup) -> ServerState:
@@ -180,9 +185,14 @@ def run(
         experiment = with_settings(experiment, {"data": source.name})
     setup = prepare(experiment, source, module)
     listener = listener or Silent()
+    with threads_for(setup.weights, setup.experiment.device):
+        return _run(setup, Path(out) if out is not None else None, listener, resume=resume)
+
+
+def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) -> dict[str, Any]:
     if out is None:
         return _train(setup, None, start(setup), {}, listener)
-    store = Store(Path(out))
+    store = Store(out)
     if store.is_run():
         _same(store, setup, resume=resume)
         if store.is_finished():
@@ -200,14 +210,16 @@ def _same(store: Store, setup: Setup, *, resume: bool) -> None:
     """Refuse to mix two different runs in one folder, or to overwrite one by accident."""
     there = resolve(with_settings(Experiment(), from_toml(store.config)), setup.pool.federation.source)
     if spec_hash(there) != spec_hash(setup.experiment):
-        raise StoreError(f"the folder {store.folder} holds another run, {there.method} on {there.data}, seed {there.seed}, "
-                         "with other settings; name another --out")  # fmt: skip
+        other = f"{there.method} on {there.data}, seed {there.seed}"
+        raise StoreError(f"the folder {store.folder} holds another run ({other}, other settings); name another --out")
     if not resume and not store.is_finished():
-        raise StoreError(f"the folder {store.folder} holds an unfinished run; go on with --resume, or name another --out")
+        raise StoreError(
+            f"the folder {store.folder} holds an unfinished run; go on with --resume, or name another --out"
+        )
 
 
 @contextmanager
-def _saving(store: Store | None, listener: Listener) -> Iterator[dict[str, Any]]:
+def _saving(store: Store | None) -> Iterator[dict[str, Any]]:
     """Keep the last good state safe whatever ends the training."""
     last: dict[str, Any] = {}
 
@@ -232,15 +244,11 @@ def _train(
     setup: Setup, store: Store | None, state: ServerState, extra: Mapping[str, Any], listener: Listener
 ) -> dict[str, Any]:
     e = setup.experiment
-    assert e.rounds is not None and e.cohort is not None and e.eval_every is not None
-    assert e.checkpoint_every is not None
     bytes_total = {key: int(extra.get(key, 0)) for key in _TRAFFIC}
     before, began = float(extra.get("seconds", 0.0)), time.monotonic()
     listener.start(e, int(state.round))
-    rounds = simulate(
-        setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=e.cohort, backend=setup.backend
-    )
-    with _saving(store, listener) as last:
+    rounds = simulate(setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=e.cohort, backend=setup.backend)
+    with _saving(store) as last:
         for new, record in rounds:
             state = new
             bytes_total = {key: bytes_total[key] + getattr(record, key) for key in _TRAFFIC}

@@ -28,29 +28,31 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run, to the last detail. Fields left at None take the dataset's default, see `resolve`."""
+    """One run. Fields that are empty, 0 or -1 here take the dataset's default, see `resolve`."""
 
     method: str = "reptile+metavd"
     data: str = "digits"
-    partition: str | None = None
-    test_rows: str | None = None
-    clients: int | None = None
-    unseen: int | None = None
-    cohort: int | None = None
-    rounds: int | None = None
+    partition: str = ""
+    test_rows: str = ""
+    clients: int = 0
+    unseen: int = -1
+    cohort: int = 0
+    rounds: int = 0
     seed: int = 0
     valid: float = 0.0
     test_share: float = 0.2
     model: str = "auto"
     width: int = 0
-    eval_every: int | None = None
-    checkpoint_every: int | None = None
+    eval_every: int = 0
+    checkpoint_every: int = 0
     backend: str = "auto"
     chunk: int = 0
     device: str = "auto"
     dtype: str = "float32"
     options: Mapping[str, Any] = field(default_factory=dict)
 
+
+_OPEN = Experiment()
 
 HELP = {
     "method": "base[+regulariser][+option]; metavd methods lists all",
@@ -143,7 +145,7 @@ def resolve(experiment: Experiment, own: Source | None = None) -> Experiment:
     defaults = _GENERIC | (dict(info.defaults) if info else {})
     known = methods.options_of(experiment.method)
     values = {f.name: getattr(experiment, f.name) for f in fields(Experiment)}
-    values |= {key: defaults[key] for key in _GENERIC if values[key] is None or (key == "model" and values[key] == "auto")}
+    values |= {key: defaults[key] for key in _GENERIC if values[key] == getattr(_OPEN, key)}
     values["eval_every"] = values["eval_every"] or max(1, values["rounds"] // 10)
     values["checkpoint_every"] = values["checkpoint_every"] or max(1, min(50, values["rounds"] // 10))
     if values["device"] == "auto":
@@ -160,7 +162,6 @@ def resolve(experiment: Experiment, own: Source | None = None) -> Experiment:
 
 
 def _check(e: Experiment) -> None:
-    assert e.cohort is not None and e.clients is not None and e.partition is not None
     if e.cohort > e.clients:
         raise SpecError(f"cohort is {e.cohort}, but only {e.clients} clients participate; it must be at most that")
     try:
@@ -176,8 +177,8 @@ def _check(e: Experiment) -> None:
 
 def content(experiment: Experiment) -> dict[str, Any]:
     """Return the description as plain values, fields first, options last."""
-    values = {f.name: getattr(experiment, f.name) for f in fields(Experiment) if f.name != "options"}
-    return {key: value for key, value in values.items() if value is not None} | {"options": dict(experiment.options)}
+    values = {f.name: getattr(experiment, f.name) for f in fields(Experiment)}
+    return values | {"options": dict(experiment.options)}
 
 
 def spec_hash(experiment: Experiment) -> str:

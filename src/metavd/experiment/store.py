@@ -1,10 +1,10 @@
 """A run's folder: what was asked, what happened, what came out. The only place that writes results.
 
-    config.toml     everything resolved, enough to repeat the run
-    rounds.jsonl    one line a round; where there was an evaluation, its metrics
-    clients.csv     one line a client at the last evaluation
-    result.json     the result; there only when the run is finished
-    checkpoint/     see engine.checkpoint
+config.toml     everything resolved, enough to repeat the run
+rounds.jsonl    one line a round; where there was an evaluation, its metrics
+clients.csv     one line a client at the last evaluation
+result.json     the result; there only when the run is finished
+checkpoint/     see engine.checkpoint
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Store:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise StoreError(f"another process is writing to {self.folder}; wait for it or name another --out") from None
+                raise StoreError(
+                    f"another process is writing to {self.folder}; wait for it or name another --out"
+                ) from None
             try:
                 yield
             except StoreError:
