@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import time
@@ -195,19 +196,22 @@ def default_folder(experiment: Experiment) -> Path:
 @click.argument("methods", nargs=-1, required=True)
 @_shared
 @click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds a method.")
+@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
 def compare_command(
-    *, methods: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any
-) -> None:
+    *, methods: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...],
+    page: str | None, **given: Any,
+) -> None:  # fmt: skip
     """Train several METHODS with several seeds; mean and 95 % interval in one table.
 
-    Finished runs in DIR are read, not run again; unfinished ones go on.
+    METHODS may be the one word all. Finished runs in DIR are read, not run again; unfinished ones go on.
     """
     settings = settings_of(config, pairs, given)
-    names = [catalogue.check(name) for name in dict.fromkeys(methods)]
+    names = list(catalogue.NAMES) if methods == ("all",) else [catalogue.check(name) for name in dict.fromkeys(methods)]
     folder = Path(out) if out else Path("runs") / "compare"
     reporter = Reporter()
     try:
-        rows = compare(names, seeds=seeds, out=folder, listener=reporter, **settings)
+        wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
+        rows = compare(names, seeds=seeds, out=folder, listener=reporter, page=wanted, **settings)
     finally:
         reporter.stop()
     table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")

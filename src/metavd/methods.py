@@ -359,8 +359,11 @@ def snip(parts: Parts, o: Options) -> Parts:
     def wrap(base: Server) -> Server:
         return server.prune(base, layers, sparsity=o["sparsity"], lr=o["lr"], released=released)
 
-    serve = emit.zeroed(emits, layers) if released else None
-    return replace(parts, emit=emits, serve=serve, wrap=wrap, inner_clip=not released)
+    if released:
+        return replace(
+            parts, emit=emit.kept(emits, layers), serve=emit.zeroed(emits, layers), wrap=wrap, inner_clip=False
+        )
+    return replace(parts, emit=emits, wrap=wrap)
 
 
 def dp(parts: Parts, o: Options) -> Parts:

@@ -40,7 +40,7 @@ def clip(tree: Params, limit: float | None, eps: float = 1e-6) -> Params:
     The scale stays in the graph, so a meta-gradient sees it.
     """
     if limit is None:
-        return tree
+        return dict(tree)
     # The square root's gradient at zero is infinite; a zero gradient is left as it is.
     square = squared_norm(tree)
     norm = torch.where(square > 0, square, torch.ones_like(square)).sqrt()

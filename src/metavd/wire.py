@@ -39,6 +39,8 @@ def traffic(params: Params) -> Traffic:
             if kept < count:
                 masks += min((count + 7) // 8, _POSITION * kept, _POSITION * (count - kept))
             continue
+        if part == "keep":
+            continue
         size = value.numel() * value.element_size()
         dense += size
         mask = params.get(f"{layer}.mask") if part != "bias" else None
@@ -52,7 +54,7 @@ def sparsity(params: Params) -> dict[str, float]:
     masked = layer_weights = model_weights = 0.0
     for name, value in params.items():
         layer, _, part = name.rpartition(".")
-        if part in {"mask", "logvar", "logalpha"}:
+        if part in {"mask", "keep", "logvar", "logalpha"}:
             continue
         model_weights += value.numel()
         mask = params.get(f"{layer}.mask") if part != "bias" else None

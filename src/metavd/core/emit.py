@@ -186,6 +186,22 @@ def unmasked(base: Emit, layers: Sequence[str]) -> Emit:
     return Emit(init, base.apply)
 
 
+def kept(base: Emit, layers: Sequence[str]) -> Emit:
+    """Send zeros in place of masked weights, and "keep" for the mask: the released code's training under SNIP.
+
+    The layer then reads its weight as it is, so the clip of a step still counts the gradients of masked weights.
+    """
+
+    def apply(params: Params, client: Tensor, round: Tensor) -> Params:
+        received = base.apply(params, client, round)
+        for layer in layers:
+            received[f"{layer}.keep"] = received.pop(f"{layer}.mask")
+            received[f"{layer}.weight"] = received[f"{layer}.weight"] * received[f"{layer}.keep"]
+        return received
+
+    return Emit(base.init, apply)
+
+
 def zeroed(base: Emit, layers: Sequence[str]) -> Emit:
     """Send zeros in place of masked weights, and no mask: the released code's evaluation under SNIP."""
 

@@ -21,7 +21,7 @@ from .types import Batch, Local, Objective
 Step = Callable[[Params, Sequence[Batch], Params], tuple[Params, Tensor]]
 """(parameters, the step's batches, what was received) -> new parameters, loss."""
 
-FIXED = ("mask",)
+FIXED = ("mask", "keep")
 """Endings of entries that no gradient ever moves."""
 
 
@@ -43,6 +43,16 @@ def _bind(
     trained = _trained(params, frozen)
     fixed = {name: value for name, value in params.items() if name not in trained}
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
+
+
+def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
+    """Take one clipped step. A layer's "keep" (see `emit.kept`) holds weights fixed only after the clip."""
+    clipped = tree.clip(gradient, clip)
+    for name in params:
+        layer, _, part = name.rpartition(".")
+        if part == "keep":
+            clipped[f"{layer}.weight"] = clipped[f"{layer}.weight"] * params[name]
+    return tree.axpy(-lr, clipped, params)
 
 
 def _run(step: Step, group: int = 1) -> Local:
@@ -73,7 +83,7 @@ def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
     def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
         function, trained = _bind(objective, params, batches[0], received)
         gradient, loss = grad_and_value(function)(trained)
-        return tree.axpy(-lr, tree.clip(gradient, clip), params), loss
+        return _move(params, gradient, lr, clip), loss
 
     return _run(step)
 
@@ -118,11 +128,10 @@ def maml(
         def adapted(moving: Params) -> Tensor:
             whole = {**params, **moving}
             function, trained = _bind(inner, whole, support, received, frozen)
-            gradient = tree.clip(grad(function)(trained), inner_clip)
-            return query(tree.axpy(-lr, gradient, whole), received)
+            return query(_move(whole, grad(function)(trained), lr, inner_clip), received)
 
         gradient, loss = grad_and_value(adapted)(_trained(params, ()))
-        return tree.axpy(-outer_lr, tree.clip(gradient, clip), params), loss
+        return _move(params, gradient, outer_lr, clip), loss
 
     return _run(step, 3)
 
@@ -157,7 +166,7 @@ def hf_maml(
     def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
         first, second, third = batches
         function, trained = _bind(inner, params, first, received, frozen)
-        shifted = tree.axpy(-lr, tree.clip(grad(function)(trained), clip), params)
+        shifted = _move(params, grad(function)(trained), lr, clip)
         function, trained = _bind(outer, shifted, second, received)
         gradient, loss = grad_and_value(function)(trained)
         function, point = _bind(outer, params, third, received)
@@ -171,7 +180,7 @@ def hf_maml(
             ahead, here = grad(function)(tree.axpy(delta, gradient, point)), grad(other)(point)
             curved = tree.map(lambda a, b: (a - b) / (2.0 * delta), ahead, here)
             gradient, curved = tree.clip(gradient, clip), tree.clip(curved, clip)
-            return tree.axpy(-outer_lr, tree.axpy(-lr, curved, gradient), params), loss
-        return tree.axpy(-outer_lr, tree.clip(tree.axpy(-lr, curved, gradient), clip), params), loss
+            return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, None), loss
+        return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, clip), loss
 
     return _run(step, 3)

@@ -71,7 +71,7 @@ class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
         return functional.linear(x, weight, bias)
 
 
-class _NoisyConv2d(_Noisy, nn.Conv2d):  # type: ignore[misc]
+class _NoisyConv2d(_Noisy, nn.Conv2d):
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._conv_forward(x, weight, bias)
 

@@ -118,7 +118,19 @@ def mce_flat(probs: np.ndarray, y: np.ndarray, bins: int = 10, *, released: bool
     return _maximum(flat(probs, y, bins, released=released))
 
 
-def summarize(results: Sequence[ClientResult]) -> dict[str, Any]:
+_RELEASED_BATCH = 100
+
+
+def batch_accuracy(probs: np.ndarray, y: np.ndarray) -> float:
+    """Return the mean over batches of 100 rows of their accuracies, a short last batch counting as a whole one.
+
+    That is how the released code tests a client; it differs from `accuracy` for clients with more than 100 rows.
+    """
+    starts = range(0, len(y), _RELEASED_BATCH)
+    return float(np.mean([accuracy(probs[s : s + _RELEASED_BATCH], y[s : s + _RELEASED_BATCH]) for s in starts]))
+
+
+def summarize(results: Sequence[ClientResult], *, released: bool = False) -> dict[str, Any]:
     """Return the figures of a group of clients.
 
         accuracy = sum_i n_i acc_i / sum_i n_i,   n_i the *training* size (the paper's headline number)
@@ -126,17 +138,19 @@ def summarize(results: Sequence[ClientResult]) -> dict[str, Any]:
     `accuracy_pooled` weights every test row alike, `accuracy_uniform` every client; `worst_client` is the lowest client
     accuracy. All other figures are pooled over test rows. Clients without test rows have no say. Where nobody has
     test rows, the figures are None and the counts 0; `accuracy` is also None where nobody has training rows.
+    released=True takes a client's accuracy by `batch_accuracy` and leaves p = 1 out of the flat calibration error.
     """
     tested = [result for result in results if len(result.y)]
     figures = ("nll", "brier", "ece_top1", "ece_flat", "mce_top1", "mce_flat")
     if not tested:
         names = ("accuracy", "accuracy_pooled", "accuracy_uniform", "worst_client", *figures)
         return {**dict.fromkeys(names), "clients": 0, "samples": 0}
-    each = np.array([accuracy(result.probs, result.y) for result in tested])
+    accuracy_of = batch_accuracy if released else accuracy
+    each = np.array([accuracy_of(result.probs, result.y) for result in tested])
     weight = np.array([result.train_size for result in tested], np.float64)
     probs = np.concatenate([np.asarray(result.probs, np.float64) for result in tested])
     y = np.concatenate([result.y for result in tested])
-    by_class, by_prediction = flat(probs, y), top1(probs, y)
+    by_class, by_prediction = flat(probs, y, released=released), top1(probs, y)
     return {
         "accuracy": float((weight * each).sum() / weight.sum()) if weight.any() else None,
         "accuracy_pooled": accuracy(probs, y),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.simulate import NonFiniteError, Record, simulate
 from ..evaluate.metrics import ClientResult, accuracy, nll, summarize
 from ..evaluate.personal import answers, diagnose
-from ..version import VERSION
+from .provenance import provenance
 from .spec import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
 from .store import Store, StoreError
 
@@ -144,7 +143,8 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
             results.append(result)
             if clients is known:
                 sparsities.append(wire.sparsity(shared | masks))
-    test, new = summarize(results[: len(known)]), summarize(results[len(known) :])
+    released = setup.experiment.options["variant"] == "released"
+    test, new = (summarize(part, released=released) for part in (results[: len(known)], results[len(known) :]))
     both = test["accuracy"] is not None and new["accuracy"] is not None
     summary = {
         "test": test,
@@ -265,12 +265,11 @@ def _train(
         final = evaluate(setup, state)
     listener.evaluation(e.rounds, final.summary)
     result = {
-        "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "version": VERSION, "device": e.device,
+        "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "device": e.device,
         "seconds": round(before + time.monotonic() - began, 3),
         **final.summary,
         "bytes": bytes_total,
-        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend,
-        "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend, **provenance(e.device),
     }  # fmt: skip
     if store is not None:
         store.finish(result, [_client_line(each, setup) for each in final.clients])
