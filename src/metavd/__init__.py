@@ -17,6 +17,7 @@ from .version import VERSION
 if TYPE_CHECKING:
     from .core.model import from_module as from_module
     from .core.types import Algorithm as Algorithm
+    from .data import partition as partition
     from .data.partition import Federation as Federation
     from .data.partition import federate as federate
     from .data.source import Source as Source
@@ -38,6 +39,7 @@ _HOMES = {
     "federate": "data.partition",
     "from_module": "core.model",
     "metrics": "evaluate",
+    "partition": "data",
     "run": "experiment.run",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
@@ -47,7 +49,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'metavd' has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    home = import_module(f".{_HOMES[name]}", __name__)
+    return getattr(home, name) if hasattr(home, name) else import_module(f".{_HOMES[name]}.{name}", __name__)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ reptile(dp(metavd(plain))). A new method is one function and one line in a table
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,10 +71,11 @@ class Option:
         if self.choices is not None and result not in self.choices:
             raise MethodError(f"option {self.name} is {value!r}, but must be one of {', '.join(self.choices)}")
         if not isinstance(result, str):
-            low = float("-inf") if self.low is None else self.low
-            high = float("inf") if self.high is None else self.high
-            if not low <= result <= high:
-                raise MethodError(f"option {self.name} is {value}, but must lie between {low:g} and {high:g}")
+            low = -math.inf if self.low is None else self.low
+            high = math.inf if self.high is None else self.high
+            if not low <= result <= high or result == math.inf:
+                right = f"lie between {low:g} and {high:g}" if high < math.inf else f"be at least {low:g}"
+                raise MethodError(f"option {self.name} is {value}, but must {right}")
         return result
 
 
@@ -279,7 +281,7 @@ def _noise(model: Model, o: Options) -> Noise:
 def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:
     """What VD, EnsembleVD and MetaVD share: a posterior, its ELBO, precision-weighted aggregation, prediction."""
     model = parts.model
-    if o["layer_init"] == "uniform" and model.fresh:
+    if o["layer_init"] == "uniform" and o["per"] == "weight" and model.fresh:
         model = reset(model, _named(model, o["layers"], model.variational))
     noise = _noise(model, o)
     model = attach(model, noise)

@@ -16,15 +16,19 @@ from ..version import VERSION
 
 @cache
 def commit() -> str | None:
-    """Return the commit of the checkout that the package runs from, with + for changes not committed; else None."""
-    here = Path(__file__).resolve().parent
+    """Return the commit of the checkout that the package runs from, with + for changes not committed.
+
+    Where the package was taken out of its checkout, a file commit.txt beside it may say where from; else None.
+    """
+    here = Path(__file__).resolve().parent.parent
     try:
         answers = [
             subprocess.run(["git", "-C", str(here), *command], capture_output=True, text=True, timeout=10, check=True)
             for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no", "."])
         ]
     except (OSError, subprocess.SubprocessError):
-        return None
+        note = here / "commit.txt"
+        return note.read_text().strip() if note.exists() else None
     return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
 
 
