@@ -483,7 +483,7 @@ def pfedgp(parts: Parts, o: Options) -> Algorithm:
         serve=emits.apply,
         admit=gp_slots.borrowing(emits),
         train_batches=Sampling(0, steps=o["local_steps"], full=True),
-        personal_batches=Sampling(0, steps=1, full=True, extra=o["extra_points"]),
+        personal_batches=Sampling(0, steps=1, full=True, augment=False, extra=o["extra_points"]),
     )
 
 

@@ -134,6 +134,8 @@ class Sampling:
     """Draw every batch anew from all rows, as the released code does for MAML and PerFedAvg."""
     full: bool = False
     """One batch holds every row."""
+    augment: bool = True
+    """Crop and mirror photographs at random, where the data allows it."""
     extra: int = 0
     """Rows of every class, from the pooled training rows, that a client is given on top (pFedGP's protocol)."""
 

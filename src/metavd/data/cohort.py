@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core import rng
 from ..core.types import Batch, Sampling
+from .augment import crop_and_flip
 from .partition import Federation
 from .source import transform
 
@@ -29,8 +30,21 @@ class Pool(NamedTuple):
     federation: Federation
     x: Tensor
     y: Tensor
-    prepare: Callable[[Tensor], Tensor]
+    domain: Tensor | None
+    normalise: Callable[..., Tensor]
     dtype: torch.dtype
+
+    def inputs(self, rows: Tensor, key: Tensor | None = None) -> Tensor:
+        """Return rows by number as a network sees them; with a key, photographs are cropped and mirrored at random."""
+        source, raw = self.federation.source, self.x[rows]
+        domain = None if self.domain is None else self.domain[rows]
+        if key is not None and source.augment:
+            changed = crop_and_flip(raw, key)
+            if domain is not None:
+                augmented = torch.tensor([each.augment for each in source.domains], device=raw.device)
+                changed = torch.where(augmented[domain][:, None, None, None], changed, raw)
+            raw = changed
+        return self.normalise(raw, domain)
 
 
 def pool(federation: Federation, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Pool:
@@ -38,7 +52,8 @@ def pool(federation: Federation, device: torch.device | str = "cpu", dtype: torc
     source = federation.source
     x = torch.from_numpy(np.ascontiguousarray(source.x)).to(device)
     y = torch.from_numpy(source.y).to(device)
-    return Pool(federation, x, y, transform(source, dtype), dtype)
+    domain = None if source.domain is None else torch.from_numpy(source.domain).to(device)
+    return Pool(federation, x, y, domain, transform(source, dtype, device), dtype)
 
 
 def choose(key: Tensor, round: int, num_clients: int, cohort: int) -> Tensor:
@@ -93,7 +108,8 @@ def batches(pool: Pool, client: int, sampling: Sampling, key: Tensor, round: Ten
     result = []
     for step, positions in enumerate(plan(sampling, len(rows), rng.fold(key, 0))):
         chosen = table[positions].to(device)
-        x, y = pool.prepare(pool.x[chosen]), pool.y[chosen]
+        fresh = rng.fold(key, 3, step).to(device) if sampling.augment else None
+        x, y = pool.inputs(chosen, fresh), pool.y[chosen]
         result.append(Batch(x, y, None, rng.fold(key, 1, step).to(device), round, size))
     return result
 

@@ -24,6 +24,19 @@ class SourceError(ValueError):
     """What is wrong with a dataset, in one sentence that says what would be right."""
 
 
+@dataclass(frozen=True)
+class Domain:
+    """One of several datasets in a merged source: how its rows are normalised, and which labels are its own."""
+
+    name: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float
+    augment: bool
+    first_class: int
+    num_classes: int
+
+
 @dataclass(frozen=True, eq=False)  # equality of arrays has no truth value, so a source equals only itself
 class Source:
     """One dataset, its rows pooled."""
@@ -45,6 +58,10 @@ class Source:
     """What takes the stored numbers to about [0, 1]: 1/255 for photographs."""
     augment: bool
     """Whether crops and flips leave the label as it is (photographs yes, handwriting no)."""
+    domain: np.ndarray | None = None
+    """(n,) int64, which of `domains` a row comes from; None where there is one dataset only."""
+    domains: tuple[Domain, ...] = ()
+    """The merged datasets; each has its own mean, std, scale and augment for its rows."""
 
 
 @dataclass(frozen=True)
@@ -175,20 +192,31 @@ def load(name: str) -> Source:
 
 def transform(
     source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """Return the function that takes stored rows (..., c, h, w) or (..., d) to what a network sees.
 
         (x * scale - mean) / std
 
-    Leading axes are free, so a batch, a client's batches and a cohort's all pass through the same function.
+    Leading axes are free, so a batch, a client's batches and a cohort's all pass through the same function. Rows of a
+    merged source need their domains (...) too, each of which has its own numbers.
     """
     # Images carry their channel before two more axes, features on the last one.
     shape = (-1, 1, 1) if source.x.ndim == 4 else (-1,)
-    mean = torch.tensor(source.mean, dtype=dtype, device=device).reshape(shape)
-    std = torch.tensor(source.std, dtype=dtype, device=device).reshape(shape)
+    looks = source.domains or (source,)
+    width = max(len(look.mean) for look in looks)
 
-    def normalise(rows: Tensor) -> Tensor:
-        return (rows.to(dtype) * source.scale - mean.to(rows.device)) / std.to(rows.device)
+    def table(values: list[tuple[float, ...]]) -> Tensor:
+        rows = [row * width if len(row) == 1 else row for row in values]
+        return torch.tensor(rows, dtype=dtype, device=device).reshape(len(rows), *shape)
+
+    mean, std = table([look.mean for look in looks]), table([look.std for look in looks])
+    scale = torch.tensor([look.scale for look in looks], dtype=dtype, device=device)
+    scale = scale.reshape(-1, *[1] * len(shape))
+
+    def normalise(rows: Tensor, domain: Tensor | None = None) -> Tensor:
+        chosen = (scale[0], mean[0], std[0]) if domain is None else (scale[domain], mean[domain], std[domain])
+        by, minus, over = (value.to(rows.device) for value in chosen)
+        return (rows.to(dtype) * by - minus) / over
 
     return normalise
 

@@ -32,7 +32,7 @@ def _jobs(algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequenc
         own = batches(pool, client, algorithm.personal_batches, key, state.round)
         rows = torch.from_numpy(getattr(pool.federation, split)[client]).to(device)
         answer_key = rng.fold(state.key.cpu(), TEST, int(state.round), client)
-        yield Job(torch.tensor(client, device=device), own, pool.prepare(pool.x[rows]), answer_key.to(device))
+        yield Job(torch.tensor(client, device=device), own, pool.inputs(rows), answer_key.to(device))
 
 
 def personal(algorithm: Algorithm, state: ServerState, *, unseen: bool) -> Callable[[Tensor, Sequence[Batch]], Params]:

@@ -109,7 +109,7 @@ def prepare(experiment: Experiment, source: Source | None = None, module: nn.Mod
         num_clients=e.clients,
         num_classes=source.num_classes,
         rounds=e.rounds,
-        server_rows=(lambda _: rows.prepare(rows.x[server_rows])) if len(federation.server) else None,
+        server_rows=(lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None,
     )
     model = _model(e, source, module)
     weights = sum(math.prod(shape) for shape in model.layers.values())

@@ -1,0 +1,121 @@
+"""Several datasets as one: label spaces side by side under one head, images brought to one shape.
+
+Shape letters: n rows, c channels, h height, w width, D domains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from .partition import Federation, PartitionError, federate
+from .source import Domain, Source, SourceError
+
+_ROWS = 4096
+"""Images resized at a time."""
+
+
+def resize(images: np.ndarray, channels: int, height: int, width: int) -> np.ndarray:
+    """Bring uint8 images (n, c, h, w) to another size (bilinear, smoothed when shrinking) and channel count."""
+    if images.shape[1] not in (1, channels):
+        raise SourceError(f"images with {images.shape[1]} channels cannot be brought to {channels}; only grey ones can")
+    result = np.empty((len(images), channels, height, width), np.uint8)
+    for start in range(0, len(images), _ROWS):
+        part = images[start : start + _ROWS]
+        if part.shape[2:] != (height, width):
+            values = torch.from_numpy(np.ascontiguousarray(part)).float()
+            values = functional.interpolate(values, (height, width), mode="bilinear", antialias=True)
+            part = values.round().clamp(0, 255).to(torch.uint8).numpy()
+        result[start : start + _ROWS] = part
+    return result
+
+
+def merge(sources: Sequence[Source], size: int | None = None) -> Source:
+    """Return one source: rows one after another, labels offset in the order of the list, every domain's own look.
+
+    Images become square with the side of the largest (or `size`) and as many channels as the most colourful has.
+    """
+    for source in sources:
+        if source.x.ndim != 4 or source.x.dtype != np.uint8:
+            raise SourceError(f"{source.name} holds no uint8 images, so it cannot be merged with other datasets")
+    if len({source.name for source in sources}) < len(sources):
+        raise SourceError(f"{'+'.join(source.name for source in sources)} names a dataset twice; each may stand once")
+    channels = max(source.x.shape[1] for source in sources)
+    side = size or max(max(source.x.shape[2:]) for source in sources)
+    offsets = np.cumsum([0, *(source.num_classes for source in sources)])
+    names = [source.name for source in sources]
+    domains = tuple(
+        Domain(source.name, source.mean, source.std, source.scale, source.augment, int(first), source.num_classes)
+        for source, first in zip(sources, offsets, strict=False)
+    )
+    tested = [np.zeros(len(source.y), bool) if source.test is None else source.test for source in sources]
+    return Source(
+        name="+".join(names),
+        x=np.concatenate([resize(source.x, channels, side, side) for source in sources]),
+        y=np.concatenate([source.y + first for source, first in zip(sources, offsets, strict=False)]),
+        num_classes=int(offsets[-1]),
+        test=np.concatenate(tested) if any(source.test is not None for source in sources) else None,
+        client=None,
+        mean=(0.0,),
+        std=(1.0,),
+        scale=1.0,
+        augment=any(source.augment for source in sources),
+        domain=np.concatenate([np.full(len(source.y), d, np.int64) for d, source in enumerate(sources)]),
+        domains=domains,
+    )
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """Split a number evenly, the remainder to the last."""
+    return [*[total // parts] * (parts - 1), total - total // parts * (parts - 1)]
+
+
+def federate_domains(
+    sources: Sequence[Source],
+    partition: str = "dirichlet:0.5",
+    *,
+    clients: int,
+    unseen: int = 0,
+    kind: Literal["mixed", "separate"] = "mixed",
+    size: int | None = None,
+    **settings: Any,
+) -> Federation:
+    """Decide who holds which row of several datasets.
+
+    Each dataset is dealt by itself: by its natural owners where it knows them, else by `partition`. kind="mixed" gives
+    client u the u-th share of every dataset (the released code's type 0); kind="separate" gives every client one
+    dataset, the clients being divided evenly among them (type 2).
+    """
+    count = len(sources)
+    if kind == "mixed":
+        takes = [(clients, unseen)] * count
+    else:
+        takes = list(zip(_shares(clients, count), _shares(unseen, count), strict=True))
+        if min(take[0] for take in takes) < 1:
+            raise PartitionError(f"{clients} clients cannot be divided among {count} datasets; use at least {count}")
+    parts = [
+        federate(source, "natural" if source.client is not None else partition, clients=own, unseen=new, **settings)
+        for source, (own, new) in zip(sources, takes, strict=True)
+    ]
+    starts = np.cumsum([0, *(len(source.y) for source in sources)])
+
+    def rows(split: str) -> tuple[np.ndarray, ...]:
+        held = [[block + start for block in getattr(part, split)] for part, start in zip(parts, starts, strict=False)]
+        if kind == "mixed":
+            return tuple(np.concatenate(blocks) for blocks in zip(*held, strict=True))
+        known = [block for part, blocks in zip(parts, held, strict=True) for block in blocks[: part.num_clients]]
+        return (*known, *(b for part, blocks in zip(parts, held, strict=True) for b in blocks[part.num_clients :]))
+
+    return Federation(
+        source=merge(sources, size),
+        train=rows("train"),
+        valid=rows("valid"),
+        test=rows("test"),
+        num_clients=clients,
+        num_unseen=unseen,
+        server=np.concatenate([part.server + start for part, start in zip(parts, starts, strict=False)]),
+    )
