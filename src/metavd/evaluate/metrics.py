@@ -167,6 +167,15 @@ def summarize(results: Sequence[ClientResult], *, released: bool = False) -> dic
     }
 
 
+def of_classes(results: Sequence[ClientResult], first: int, count: int) -> list[ClientResult]:
+    """Keep each client's rows whose label is one of `count` classes from `first` on: one domain of several."""
+    kept = []
+    for result in results:
+        rows = (result.y >= first) & (result.y < first + count)
+        kept.append(ClientResult(result.client, result.train_size, result.probs[rows], result.y[rows]))
+    return kept
+
+
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float | None]:
     """Return mean and half width of Student's confidence interval over independent repetitions (seeds).
 

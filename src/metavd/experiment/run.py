@@ -23,7 +23,7 @@ from ..data.source import Source, load
 from ..engine.backend import Backend, loop, threads_for, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.simulate import NonFiniteError, Record, simulate
-from ..evaluate.metrics import ClientResult, accuracy, nll, summarize
+from ..evaluate.metrics import ClientResult, accuracy, nll, of_classes, summarize
 from ..evaluate.personal import answers, diagnose
 from .provenance import provenance
 from .spec import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
@@ -144,7 +144,8 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
             if clients is known:
                 sparsities.append(wire.sparsity(shared | masks))
     released = setup.experiment.options["variant"] == "released"
-    test, new = (summarize(part, released=released) for part in (results[: len(known)], results[len(known) :]))
+    parts = (results[: len(known)], results[len(known) :])
+    test, new = (summarize(part, released=released) for part in parts)
     both = test["accuracy"] is not None and new["accuracy"] is not None
     summary = {
         "test": test,
@@ -153,6 +154,14 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
         "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
     }
+    if federation.source.domains:
+        summary["domains"] = {
+            domain.name: {
+                name: summarize(of_classes(part, domain.first_class, domain.num_classes))["accuracy"]
+                for name, part in zip(("test", "unseen"), parts, strict=True)
+            }
+            for domain in federation.source.domains
+        }
     return Evaluation(results, summary)
 
 
