@@ -22,7 +22,7 @@ from .data.source import SOURCES, SourceError
 from .engine.simulate import NonFiniteError, Record
 from .experiment.compare import COLUMNS, cell, compare
 from .experiment.run import InterruptedRun, run
-from .experiment.spec import Experiment, SpecError, from_toml, resolve, spec_hash, with_settings
+from .experiment.spec import FROM_DATA, HELP, Experiment, SpecError, from_toml, resolve, spec_hash, with_settings
 from .experiment.store import Store, StoreError
 from .version import VERSION
 
@@ -242,6 +242,11 @@ def methods_command(name: str | None, as_json: bool) -> None:
         for option in about["options"]:
             table.add_row(option["name"], _text(option["default"]), option["help"], _allowed(option),
                           ", ".join(f"{value:g}" for value in option.get("search", ())))  # fmt: skip
+        out.print(table)
+        table = Table("setting", "default", "of every run, for --set as well")
+        for setting, meaning in HELP.items():
+            default = "the dataset's" if setting in FROM_DATA else _text(getattr(Experiment(), setting))
+            table.add_row(setting, default, meaning)
         out.print(table)
         return
     table = Table("method", "what it is", "paper")

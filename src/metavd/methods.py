@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -490,25 +490,21 @@ def pfedgp(parts: Parts, o: Options) -> Algorithm:
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Base:
-    """A base method, its line of description, its paper and its options."""
+Built = TypeVar("Built")
 
-    build: Callable[[Parts, Options], Algorithm]
+
+@dataclass(frozen=True)
+class Entry(Generic[Built]):
+    """How something is built, its line of description, its paper and its options."""
+
+    build: Callable[[Parts, Options], Built]
     text: str
     paper: str
     options: tuple[Option, ...]
 
 
-@dataclass(frozen=True)
-class Regulariser:
-    """What may follow a base."""
-
-    build: Callable[[Parts, Options], Parts]
-    text: str
-    paper: str
-    options: tuple[Option, ...]
-
+Base = Entry[Algorithm]
+Regulariser = Entry[Parts]
 
 _JIANG = "Jiang et al. 2019, arXiv:1909.12488"
 _METAVD = "Jeon et al., NeurIPS 2023"

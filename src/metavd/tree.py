@@ -6,7 +6,7 @@ mathematics of the package addresses tensors by name, never by position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,9 +66,3 @@ def unstack(tree: Params, index: int) -> Params:
 def where(condition: Tensor, new: Params, old: Params) -> Params:
     """Return new where the scalar condition holds, else old, entry by entry."""
     return {name: torch.where(condition, value, old[name]) for name, value in new.items()}
-
-
-def matching(tree: Params, endings: Iterable[str]) -> Params:
-    """Return the entries whose last name part is one of `endings` ("logvar" picks "fc1.logvar")."""
-    chosen = set(endings)
-    return select(tree, lambda name: name.rpartition(".")[2] in chosen)

@@ -68,8 +68,8 @@ HELP = {
     "test_share": "share of rows for testing where the dataset has no split of its own",
     "model": f"network: {', '.join(MODELS)}",
     "width": "width of the network; 0: the model's own default, the same for every method",
-    "eval_every": "rounds between evaluations",
-    "checkpoint_every": "rounds between checkpoints",
+    "eval_every": "rounds between evaluations; 0: a tenth of all",
+    "checkpoint_every": "rounds between checkpoints; 0: a tenth of all, at most 50",
     "backend": "loop, vmap or auto: loop on a CPU, vmap on a GPU",
     "chunk": "clients at once under vmap; 0: the whole cohort",
     "device": "auto, cpu or cuda",
@@ -90,6 +90,10 @@ _GENERIC = {
     "partition": "dirichlet:0.5", "test_rows": "independent", "clients": 20, "unseen": 5, "cohort": 5, "rounds": 100,
     "model": "auto",
 }  # fmt: skip
+
+
+FROM_DATA = frozenset(_GENERIC)
+"""Settings whose default is the dataset's."""
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
