@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, vjp
 
 from .. import tree
 from ..tree import Params
 from . import rng
+from .diff import grad, grad_and_value, hessian_product
 from .types import Batch, Local, Objective
 
 Step = Callable[[Params, Sequence[Batch], Params], tuple[Params, Tensor]]
@@ -133,13 +133,6 @@ def maml(
         return _move(params, gradient, outer_lr, clip), loss
 
     return _run(step, 3)
-
-
-def hessian_product(function: Callable[[Params], Tensor], point: Params, direction: Params) -> Params:
-    """Return H v exactly, by differentiating the gradient (the Hessian is symmetric)."""
-    _, pullback = vjp(grad(function), point)  # type: ignore[misc]
-    product: Params = pullback(direction)[0]
-    return product
 
 
 def hf_maml(

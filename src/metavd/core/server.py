@@ -12,11 +12,12 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, vjp, vmap
+from torch.func import vjp, vmap
 
 from .. import tree
 from ..tree import Params
 from . import rng
+from .diff import grad
 from .emit import OWNED
 from .local import FIXED
 from .objective import soft_cross_entropy
