@@ -17,9 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from . import methods as catalogue
+from .core.types import NonFiniteError
 from .data.partition import PartitionError
 from .data.source import SOURCES, SourceError
-from .engine.simulate import NonFiniteError, Record
+from .engine.simulate import Record
 from .experiment.compare import COLUMNS, cell, compare
 from .experiment.run import InterruptedRun, run
 from .experiment.spec import FROM_DATA, HELP, Experiment, SpecError, from_toml, resolve, spec_hash, with_settings
@@ -50,6 +51,7 @@ class Reporter:
         self.began = 0.0
         self.first = 0
         self.accuracy = ""
+        self.loss = ""
 
     def start(self, experiment: Experiment, done: int) -> None:
         """Say what begins."""
@@ -68,10 +70,9 @@ class Reporter:
 
     def round(self, record: Record) -> None:
         """Move the bar."""
+        self.loss = f"loss {record.loss:.3f}"
         if self.bar is not None and self.task is not None:
-            text = f"loss {record.loss:.3f}{self.accuracy}"
-            self.bar.update(self.task, completed=record.round, text=text)
-        self.loss = record.loss
+            self.bar.update(self.task, completed=record.round, text=f"{self.loss}{self.accuracy}")
 
     def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
         """Show an evaluation."""
@@ -84,7 +85,7 @@ class Reporter:
         if self.bar is None:
             spent = time.monotonic() - self.began
             left = spent / max(round - self.first, 1) * (self.total - round)
-            self.note(f"  round {round}/{self.total}  loss {self.loss:.3f}  {shown}  {left:.0f} s left")
+            self.note(f"  round {round}/{self.total}  {self.loss}  {shown}  {left:.0f} s left")
         elif round >= self.total:
             self.stop()
 
@@ -135,10 +136,13 @@ def _shared(command: Command) -> Command:
     return command
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(VERSION, prog_name="metavd")
-def cli() -> None:
-    r"""Personalised, Bayesian federated learning.
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Personalised, Bayesian federated learning.
 
     \b
     metavd run                          train reptile+metavd on the embedded digits, beside fedavg
@@ -146,7 +150,9 @@ def cli() -> None:
     metavd compare fedavg reptile       several methods and seeds, one table
     metavd methods                      what can be trained
     metavd show DIR                     a finished run again
-    """
+    """  # noqa: D301 - click reads the backspace as "keep these lines"
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @cli.command("run")

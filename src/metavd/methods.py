@@ -180,7 +180,7 @@ HYPER = (
     Option("embed_lr", 0.9, "server rate of the embeddings", 0),
     Option("embed_momentum", 0.3, "their momentum", 0, 1),
     Option("embed_decay", 5e-4, "their weight decay", 0),
-    Option("unseen", "mean", "embedding of an unseen client: mean of the known, or fitted", choices=("mean", "fit")),
+    Option("newcomer", "mean", "embedding of an unseen client: mean of the known, or fitted", choices=("mean", "fit")),
     Option("fit_steps", 5, "steps of that fit", 1),
     Option("fit_lr", 0.1, "its rate", 0),
 )
@@ -338,7 +338,7 @@ def metavd(parts: Parts, o: Options) -> Parts:
         )  # fmt: skip
 
     parts = _posterior(parts, o, extend)
-    if o["unseen"] == "fit":
+    if o["newcomer"] == "fit":
         parts = replace(parts, admit=emit.fitted(parts.emit, parts.outer, steps=o["fit_steps"], lr=o["fit_lr"]))
     groups = parts.groups | {"server.hyper.": Sgd(o["hyper_lr"], o["hyper_momentum"], o["hyper_decay"])}
     return _owned(replace(parts, groups=groups), o, Sgd(o["embed_lr"], o["embed_momentum"], o["embed_decay"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -19,7 +20,7 @@ from ..tree import Params
 from . import rng
 from .model import xavier
 from .types import Admit, Batch, Emit, Model, Objective
-from .variational import Noise, clamp, rates
+from .variational import Noise, clamp, per_weight, rates
 
 SERVER = "server."
 OWNED = "server.client."
@@ -162,13 +163,16 @@ def dropping(base: Emit, noise: Noise, *, threshold: float = 0.9, start: int = 1
     A mask travels as an entry of its own. The layer reads its weight through the mask, so a masked weight is neither
     sent nor used nor moved. released=True repeats the released code, which sends zeros instead and lets them regrow.
     """
+    # The released code takes the rate from the hypernetwork's output before the layer's clamp.
+    judged = replace(noise, low=-17.0) if released else noise
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        for layer, rate in rates(noise, received).items():
+        for layer, rate in rates(judged, received).items():
             mask = ((rate <= threshold) | (round < start)).to(rate.dtype).detach()
             if released:
-                received[f"{layer}.weight"] = received[f"{layer}.weight"] * mask
+                weight = received[f"{layer}.weight"]
+                received[f"{layer}.weight"] = weight * per_weight(mask, weight)
             else:
                 received[f"{layer}.mask"] = mask
         return received

@@ -24,6 +24,10 @@ NEW = -1
 """The id of a client that the server has never trained with."""
 
 
+class NonFiniteError(ArithmeticError):
+    """Training or an answer gave a NaN or an infinity; the text names the round, the client and the tensor."""
+
+
 class Batch(NamedTuple):
     """One step's data of one client. All randomness of the step comes from `key`."""
 

@@ -13,14 +13,10 @@ from torch import Tensor
 
 from .. import tree, wire
 from ..core import rng
-from ..core.types import Algorithm, Batch, Job, ServerState, Update
+from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Update
 from ..data.cohort import TRAIN, Pool, batches, choose
 from ..tree import Params
 from .backend import Backend
-
-
-class NonFiniteError(ArithmeticError):
-    """Training gave a NaN or an infinity; the text names the round, the client and the tensor."""
 
 
 class Record(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import rng
-from ..core.types import Algorithm, Batch, Job, ServerState
+from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState
 from ..core.variational import rates, without_gradient
 from ..data.cohort import PERSONAL, TEST, Pool, batches
 from ..tree import Params
@@ -73,6 +73,10 @@ def answers(
         for number, (probs, masks) in zip(clients, results, strict=True):
             rows = getattr(pool.federation, split)[number]
             answer = probs[: len(rows)].double().cpu().numpy()
+            if not np.isfinite(answer).all():
+                raise NonFiniteError(
+                    f"round {int(state.round)}: client {number} answers with probabilities that are NaN"
+                )
             size = len(pool.federation.train[number])
             yield ClientResult(number, size, answer, pool.federation.source.y[rows]), masks
 

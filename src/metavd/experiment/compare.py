@@ -99,7 +99,8 @@ def compare(
     Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
     """
-    base = experiment or Experiment()
+    settings = {key: value for key, value in settings.items() if key != "method"}
+    base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
     folder = Path(out)
     planned = {}
     for method in methods:

@@ -16,13 +16,13 @@ from torch import nn
 from .. import methods, wire
 from ..core import rng
 from ..core.model import cnn, from_module, mlp, small_cnn, xavier
-from ..core.types import Algorithm, Model, ServerState
+from ..core.types import Algorithm, Model, NonFiniteError, ServerState
 from ..data.cohort import Pool, pool
 from ..data.partition import federate
 from ..data.source import Source, load
 from ..engine.backend import Backend, loop, threads_for, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
-from ..engine.simulate import NonFiniteError, Record, simulate
+from ..engine.simulate import Record, simulate
 from ..evaluate.metrics import ClientResult, accuracy, nll, of_classes, summarize
 from ..evaluate.personal import answers, diagnose
 from .provenance import provenance

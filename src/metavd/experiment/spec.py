@@ -131,7 +131,7 @@ def _typed(name: str, value: Any) -> Any:
             value = float(value)
         else:
             value = str(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         wanted = "a whole number" if "int" in kind else "a number"
         raise SpecError(f"{name} is {value!r}, but must be {wanted}") from None
     if name in _CHOICES and value not in _CHOICES[name]:

@@ -21,6 +21,9 @@ from typing import Any
 
 from ..engine.checkpoint import write_atomic
 
+_RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds")
+"""What a result has at least."""
+
 
 class StoreError(ValueError):
     """A folder that cannot be used; the text says what would be right."""
@@ -62,18 +65,26 @@ class Store:
         return self.config.exists()
 
     def is_finished(self) -> bool:
-        """Whether the run here is complete."""
-        return self.result.exists()
+        """Whether the run here is complete and its result sound."""
+        try:
+            self.read_result()
+        except StoreError:
+            return False
+        return True
 
     def open(self, config: str) -> None:
         """Write the configuration into a folder that is new, empty or this run's."""
-        if not self.is_run() and any(path.name != ".lock" for path in self.folder.iterdir()):
+        # The lock, and what a crash during the very first write may have left, are ours.
+        ours = {".lock", f".{self.config.name}.partial"}
+        if not self.is_run() and any(path.name not in ours for path in self.folder.iterdir()):
             raise StoreError(f"the folder {self.folder} is not empty and holds no run; name a new or empty one")
         write_atomic(self.config, config.encode())
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder against a second process that would write the same run."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StoreError(f"{self.folder} is a file, but a run needs a folder; name another --out")
         created = not self.folder.exists()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,11 +110,14 @@ class Store:
         """Return a finished run's result."""
         try:
             value: dict[str, Any] = json.loads(self.result.read_text())
+            missing = [key for key in _RESULT if key not in value]
+            if missing:
+                raise ValueError(f"it lacks {', '.join(missing)}")
         except OSError:
             hint = "run it to the end with --resume" if self.is_run() else "name the --out folder of a run"
             raise StoreError(f"there is no finished run in {self.folder}; {hint}") from None
-        except ValueError as error:
-            raise StoreError(f"{self.result} is damaged ({error}); run it again") from None
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self.result} is damaged ({error}); run it again with --resume") from None
         return value
 
     def read_rounds(self) -> list[dict[str, Any]]:
