@@ -221,7 +221,7 @@ def compare_command(
     finally:
         reporter.stop()
     table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     for heading in COLUMNS:
         table.add_column(heading, justify="right")
     for name, row in rows.items():

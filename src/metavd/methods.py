@@ -203,6 +203,7 @@ FEDPROX = (Option("mu", 0.1, "weight of the proximal term", 0),)
 PERFEDAVG = (
     Option("product", "exact", "Hessian-vector product", choices=("exact", "difference", "released")),
     Option("delta", 1e-4, "step of the finite difference", 1e-12),
+    Option("trust", 0.5, "largest curvature term relative to the gradient; below 1 no step climbs", 0, 1e6),
 )
 FEDBE = (
     Option("server_share", 0.04, "share of every client's rows that the server gets, unlabelled", 0, 0.5),
@@ -446,7 +447,7 @@ def perfedavg(parts: Parts, o: Options) -> Algorithm:
     """MAML with a Hessian-vector product in place of second-order differentiation."""
     steps = local.hf_maml(
         parts.inner, parts.outer, lr=o["lr"], outer_lr=o["outer_lr"], clip=o["clip"], delta=o["delta"],
-        frozen=_SPREADS, product=o["product"],
+        frozen=_SPREADS, product=o["product"], trust=o["trust"],
     )  # fmt: skip
     return _assemble(replace(parts, adapts=True), o, steps, _meta_batches(o))
 

@@ -6,6 +6,7 @@ ragged clients agree with themselves padded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -145,10 +146,15 @@ def hf_maml(
     delta: float = 1e-4,
     frozen: Sequence[str] = (),
     product: Literal["exact", "difference", "released"] = "exact",
+    trust: float = math.inf,
 ) -> Local:
     """PerFedAvg's Hessian-free MAML; three batches a step.
 
         w' = w - lr clip(grad inner(w; B1)),    g = grad outer(w'; B2),    w <- w - outer_lr clip(g - lr H(w; B3) g)
+
+    `trust` bounds the curvature term, ||lr H g|| <= trust ||g||. B1, B2 and B3 differ, so where a loss is sharp
+    (lr times its largest curvature above 1) the product's sign may disagree with the gradient's, and the step climbs:
+    with trust = 1 it never does, since then g . (g - lr H g) >= 0.
 
     product="exact" differentiates the gradient; "difference" takes (grad(w + delta g) - grad(w - delta g)) / 2 delta
     with common noise. "released" repeats the released code: its minus point is w itself, so it returns half of H g,
@@ -173,6 +179,11 @@ def hf_maml(
             curved = tree.map(lambda a, b: (a - b) / (2.0 * delta), ahead, here)
             gradient, curved = tree.clip(gradient, clip), tree.clip(curved, clip)
             return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, None), loss
+        if trust < math.inf:
+            limit = trust * tree.squared_norm(gradient).sqrt()
+            size = lr * tree.squared_norm(curved).sqrt()
+            scale = torch.where(size > limit, limit / size.clamp(min=1e-30), torch.ones_like(size))
+            curved = tree.map(lambda value: value * scale, curved)
         return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, clip), loss
 
     return _run(step, 3)

@@ -169,6 +169,7 @@ SOURCES: dict[str, SourceInfo] = {
                 "test_rows": "consistent",
                 "rounds": 60,
                 "batch": 32,
+                "drop_from": 30,
                 "model": "mlp",
             },
         ),
