@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -354,6 +355,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
         _fail("stopped", 1)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python would complain once more when it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
 

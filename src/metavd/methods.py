@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -106,8 +107,9 @@ class Parts:
     groups: dict[str, Sgd]
     predict: Predict
     noise: Noise | None = None
-    serve: Emit | None = None
-    admit: Admit | None = None
+    serve: Callable[[Emit], Emit] = lambda emits: emits
+    """From what is emitted in training to what is emitted when a client is to be used or tested."""
+    admit: Callable[[Emit], Admit] | None = None
     wrap: Callable[[Server], Server] = lambda base: base
     inner_clip: bool = True
     adapts: bool = False
@@ -143,11 +145,11 @@ OUTER = (
 )
 POSTERIOR = (
     Option("layers", "auto", "layers with a posterior, by name, with commas; auto: the one before the output"),
-    Option("per", "weight", "one dropout rate a weight, or an input unit of a layer", choices=("weight", "input")),
+    Option("per", "weight", "one rate a weight, or one log alpha an input unit", choices=("weight", "input")),
     Option("spread", "logvar", "learn log sigma^2 or log alpha", choices=("logvar", "logalpha")),
     Option("rate", 0.0, "initial dropout rate of a typical weight; 0: log sigma^2 = -8.5", 0, 0.999),
     Option("floor", -17.0, "lowest log sigma^2 (or log alpha)", -60, 8),
-    Option("ceiling", 0.0, "highest log sigma^2: a standard deviation of 1", -60, 8.5),
+    Option("ceiling", 0.0, "highest log sigma^2; not with clamp=released", -60, 8.5),
     Option("max_rate", 0.99, "highest dropout rate where log alpha is learned", 0.001, 0.9999),
     Option("clamp", "through", "at the floor: gradients pass, or stop as released", choices=("through", "released")),
     Option("beta", 10.0, "weight of the KL", 0, search=tuple(float(i) for i in range(1, 16))),
@@ -294,7 +296,7 @@ def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], 
         parts,
         model=model,
         emit=emits,
-        serve=emit.constant(emits, model, noise, -8.5) if o["test_noise"] == "constant" else None,
+        serve=(lambda used: emit.constant(used, model, noise, -8.5)) if o["test_noise"] == "constant" else parts.serve,
         inner=loss,
         outer=objective.total(loss, objective.divergence(noise, beta, o["kl"])),
         aggregate=aggregate.precision(noise),
@@ -318,7 +320,7 @@ def vd(parts: Parts, o: Options) -> Parts:
     assert parts.noise is not None
     groups = parts.groups | {parts.noise.entry(layer): _spread_group(o) for layer in parts.noise.layers}
     # The released code evaluates VD with its own spread, and only the others with a constant.
-    return replace(parts, groups=groups, serve=None)
+    return replace(parts, groups=groups, serve=lambda emits: emits)
 
 
 def ensemblevd(parts: Parts, o: Options) -> Parts:
@@ -340,7 +342,8 @@ def metavd(parts: Parts, o: Options) -> Parts:
 
     parts = _posterior(parts, o, extend)
     if o["newcomer"] == "fit":
-        parts = replace(parts, admit=emit.fitted(parts.emit, parts.outer, steps=o["fit_steps"], lr=o["fit_lr"]))
+        loss = parts.outer
+        parts = replace(parts, admit=lambda used: emit.fitted(used, loss, steps=o["fit_steps"], lr=o["fit_lr"]))
     groups = parts.groups | {"server.hyper.": Sgd(o["hyper_lr"], o["hyper_momentum"], o["hyper_decay"])}
     return _owned(replace(parts, groups=groups), o, Sgd(o["embed_lr"], o["embed_momentum"], o["embed_decay"]))
 
@@ -364,7 +367,11 @@ def snip(parts: Parts, o: Options) -> Parts:
 
     if released:
         return replace(
-            parts, emit=emit.kept(emits, layers), serve=emit.zeroed(emits, layers), wrap=wrap, inner_clip=False
+            parts,
+            emit=emit.kept(emits, layers),
+            serve=lambda _: emit.zeroed(emits, layers),
+            wrap=wrap,
+            inner_clip=False,
         )
     return replace(parts, emit=emits, wrap=wrap)
 
@@ -373,9 +380,10 @@ def dp(parts: Parts, o: Options) -> Parts:
     """Drop weights whose dropout rate is high from the messages and from the model."""
     assert parts.noise is not None
     released = o["dropped"] == "released"
-    serve = parts.serve or (parts.emit if released else None)
-    emits = emit.dropping(parts.emit, parts.noise, threshold=o["threshold"], start=o["drop_from"], released=released)
-    return replace(parts, emit=emits, serve=serve)
+    before, serve = parts.emit, parts.serve
+    emits = emit.dropping(before, parts.noise, threshold=o["threshold"], start=o["drop_from"], released=released)
+    # The released code tests with dense weights.
+    return replace(parts, emit=emits, serve=(lambda _: serve(before)) if released else serve)
 
 
 def ft(parts: Parts, o: Options) -> Parts:  # noqa: ARG001
@@ -392,7 +400,7 @@ def _assemble(parts: Parts, o: Options, steps: Local, batches: Sampling) -> Algo
     pulled = server.pull(
         parts.emit, parts.aggregate, groups, clip=o["server_clip"], owned_by_share=parts.owned_by_share
     )
-    used = parts.serve or parts.emit
+    used = parts.serve(parts.emit)
 
     def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
         return used.apply(params, torch.full((), NEW, dtype=torch.int64, device=round.device), round)
@@ -404,9 +412,10 @@ def _assemble(parts: Parts, o: Options, steps: Local, batches: Sampling) -> Algo
         personalize=local.sgd(parts.outer, lr=o["lr"], clip=o["clip"]) if parts.adapts else local.keep,
         predict=parts.predict,
         serve=used.apply,
-        admit=parts.admit or admit,
+        admit=admit if parts.admit is None else parts.admit(used),
         train_batches=batches,
-        personal_batches=Sampling(o["batch"], steps=o["adapt_steps"] if parts.adapts else 0),
+        # A client that does not adapt still needs a batch where its embedding is to be fitted.
+        personal_batches=Sampling(o["batch"], steps=o["adapt_steps"] if parts.adapts else int(parts.admit is not None)),
         noise=parts.noise,
     )
 
@@ -509,10 +518,10 @@ Regulariser = Entry[Parts]
 
 _JIANG = "Jiang et al. 2019, arXiv:1909.12488"
 _METAVD = "Jeon et al., NeurIPS 2023"
-_GP_TRAINING = tuple(
-    replace(option, default={"lr": 0.05, "clip": 50.0}.get(option.name, option.default))
-    for option in TRAINING
-    if option.name not in {"batch", "local_epochs"}
+_GP_TRAINING = (
+    Option("lr", 0.05, "local learning rate", 0, search=tuple(round(0.01 * i, 2) for i in range(3, 11))),
+    Option("clip", 50.0, "largest norm of a local gradient", 0),
+    Option("server_clip", 100.0, "largest norm of the server's gradient", 0),
 )
 
 BASES: dict[str, Base] = {
@@ -545,7 +554,7 @@ EXTRAS: dict[str, Regulariser] = {
     "ft": Regulariser(ft, "fine-tuned before use", "Wang et al. 2019, arXiv:1910.10252", ADAPTING),
 }
 
-PARTS = REGULARISERS | EXTRAS
+PARTS = ChainMap(REGULARISERS, EXTRAS)
 
 REGULARISED = ("fedavg", "reptile", "maml", "perfedavg")
 
@@ -573,8 +582,8 @@ def parse(name: str) -> list[str]:
     if len(set(rest)) < len(rest):
         raise MethodError(f"method {name!r} names a part twice; each may stand once")
     if chosen and base not in REGULARISED:
-        why = f"{base} has no local training step that +{chosen[0]} could change; it goes with {', '.join(REGULARISED)}"
-        raise MethodError(f"method {name!r} is not possible: {why}")
+        why = f"+{chosen[0]} goes with {', '.join(REGULARISED)}, not with {base}"
+        raise MethodError(f"method {name!r} is not offered: {why}")
     if "dp" in rest and "metavd" not in rest:
         raise MethodError(
             f"method {name!r} is not possible: +dp drops weights by the dropout rates of +metavd, which {base} lacks; "
@@ -634,7 +643,7 @@ def describe(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "text": "; ".join(piece.text for piece in pieces),
-        "paper": "; ".join(piece.paper for piece in pieces),
+        "paper": "; ".join(dict.fromkeys(piece.paper for piece in pieces)),
         "options": [
             {key: value for key, value in vars(option).items() if value is not None}
             for option in options_of(name).values()

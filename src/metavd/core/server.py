@@ -137,7 +137,8 @@ def distill_rates(config: Distillation) -> list[float]:
     """
     last = config.steps * 3 // 4
     hold = config.steps // 2 - 1
-    fall = [config.lr + (config.min_lr - config.lr) * (i + 1) / (last - hold) for i in range(last - hold)]
+    falling = last - hold
+    fall = [(config.lr * (falling - i) + config.min_lr * i) / falling for i in range(1, falling + 1)]
     return ([config.lr] * hold + fall + [config.min_lr] * config.steps)[: config.steps]
 
 

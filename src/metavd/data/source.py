@@ -182,7 +182,7 @@ def info(name: str) -> SourceInfo:
     if name not in SOURCES:
         close = difflib.get_close_matches(str(name).lower(), SOURCES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(sorted(SOURCES))}"
-        raise SourceError(f"There is no dataset {name!r}; {hint}.")
+        raise SourceError(f"there is no dataset {name!r}; {hint}{'?' if close else ''}")
     return SOURCES[name]
 
 

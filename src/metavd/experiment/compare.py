@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from ..core.types import Model
+from ..data.source import Source
 from ..engine.checkpoint import write_atomic
 from ..evaluate.metrics import interval
 from ..methods import options_of
@@ -78,8 +82,8 @@ def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str
         table,
         f"Written by `{command}`; commit {', '.join(commits)}, metavd {first['version']}, torch {first['torch']}, "
         f"Python {first['python']}, {first['machine']}, device {first['device']}, "
-        f"{sum(result['seconds'] for result in results):.0f} s of runs. No setting was chosen by looking at these "
-        "clients: every method has its defaults.",
+        f"{sum(result['seconds'] for result in results):.0f} s of runs. What the command does not name has its default "
+        "(`metavd methods NAME`), so no setting was chosen by looking at these clients.",
     ]
     return "\n".join(about) + "\n"
 
@@ -92,6 +96,8 @@ def compare(
     experiment: Experiment | None = None,
     listener: Listener | None = None,
     page: tuple[Path, str] | None = None,
+    source: Source | None = None,
+    module: nn.Module | Model | None = None,
     **settings: Any,
 ) -> dict[str, dict[str, tuple[float, float | None] | None]]:
     """Run every method with seeds first..first+seeds-1 on the same clients' data, and return the table.
@@ -106,11 +112,12 @@ def compare(
     for method in methods:
         for seed in range(base.seed, base.seed + seeds):
             one = with_settings(base, {"method": method, **_fitting(method, settings, methods), "seed": seed})
-            prepare(one)  # wrong input is found before the first run starts
+            prepare(one, source, module)  # wrong input is found before the first run starts
             planned[method, seed] = one
     rows, results = {}, {}
     for (method, seed), one in planned.items():
-        results[method, seed] = run(one, out=folder / method / f"seed-{seed}", resume=True, listener=listener)
+        results[method, seed] = run(one, out=folder / method / f"seed-{seed}", resume=True, listener=listener,
+                                    source=source, module=module)  # fmt: skip
     for method in methods:
         rows[method] = summarize_runs([result for (name, _), result in results.items() if name == method])
     content = {"columns": list(COLUMNS), "rows": rows, "runs": list(results.values())}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -95,9 +97,23 @@ def _model(e: Experiment, source: Source, module: nn.Module | Model | None) -> M
     return from_module(module.to(e.device, dtype))
 
 
+def _content(source: Source | None, module: nn.Module | Model | None) -> str:
+    """Return a fingerprint of a user's own data and network, so that two are never mixed up in one folder."""
+    digest = hashlib.sha256()
+    if source is not None:
+        for array in (source.x, source.y, source.test, source.client):
+            if array is not None:
+                digest.update(np.ascontiguousarray(array).tobytes())
+    if module is not None:
+        network = module.init(rng.key(0)) if isinstance(module, Model) else dict(module.named_parameters())
+        for name, value in network.items():
+            digest.update(name.encode() + value.detach().double().cpu().numpy().tobytes())
+    return "" if source is None and module is None else digest.hexdigest()[:12]
+
+
 def prepare(experiment: Experiment, source: Source | None = None, module: nn.Module | Model | None = None) -> Setup:
     """Resolve an experiment and build all its parts; wrong input is found here, before anything is written."""
-    e = resolve(experiment, source)
+    e = resolve(replace(experiment, content=_content(source, module)), source)
     source = source if source is not None else load(e.data)
     federation = federate(
         source, e.partition, clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
@@ -154,6 +170,9 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
         "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
     }
+    if setup.experiment.valid and split == "test":
+        held = answers(setup.algorithm, setup.pool, state, known, setup.backend, split="valid")
+        summary["valid"] = summarize([result for result, _ in held], released=released)
     if federation.source.domains:
         summary["domains"] = {
             domain.name: {

@@ -49,6 +49,7 @@ class Experiment:
     chunk: int = 0
     device: str = "auto"
     dtype: str = "float32"
+    content: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,6 +75,7 @@ HELP = {
     "chunk": "clients at once under vmap; 0: the whole cohort",
     "device": "auto, cpu or cuda",
     "dtype": "float32 or float64",
+    "content": "fingerprint of data and network where they are your own; set by run",
 }
 _CHOICES = {
     "test_rows": partition.TEST_ROWS,
@@ -139,7 +141,7 @@ def _typed(name: str, value: Any) -> Any:
     if name in _RANGES:
         low, high = _RANGES[name]
         if not low <= value <= high:
-            raise SpecError(f"{name} is {value}, but must lie between {low:g} and {high:g}")
+            raise SpecError(f"{name} is {value}, but must lie between {low} and {high}")
     return value
 
 

@@ -1,0 +1,182 @@
+"""Write docs/methods.md from the tables in the code.
+
+With --check nothing is written, and the exit status is 1 if the page on disk differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from metavd import arrays, methods
+from metavd.experiment import spec
+from metavd.methods import Base, Option, Regulariser
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def shown(value: object) -> str:
+    """Return a value as a person writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def allowed(option: Option) -> str:
+    """Return what an option may be."""
+    if option.choices is not None:
+        return " or ".join(option.choices)
+    if option.low is None:
+        return "text" if isinstance(option.default, str) else ""
+    return f"{option.low:g} to {option.high:g}" if option.high is not None else f"{option.low:g} or more"
+
+
+def searched(option: Option) -> str:
+    """Return the values that the paper searched; many even steps as a range."""
+    values = option.search or ()
+    steps = {round(b - a, 9) for a, b in pairwise(values)}
+    if len(values) > 6 and len(steps) == 1:
+        return f"{values[0]:g} to {values[-1]:g}, step {steps.pop():g}"
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def whose(names: Sequence[str], every: Sequence[str]) -> str:
+    """Return who has an option, in few words."""
+    others = [name for name in every if name not in names]
+    if not others:
+        return "all"
+    return f"all but {', '.join(others)}" if len(others) < 3 and len(names) > 3 else ", ".join(names)
+
+
+def options(parts: Mapping[str, Base | Regulariser], mark: str = "") -> str:
+    """Return one row an option and default, with the parts that have it."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, part in parts.items():
+        for option in part.options:
+            key = (f"`{option.name}`", shown(option.default), option.help, allowed(option), searched(option))
+            rows.setdefault(key, []).append(mark + name)
+    every = [mark + name for name in parts]
+    body = [[*key[:2], whose(names, every), *key[2:]] for key, names in rows.items()]
+    return table(["option", "default", "of", "meaning", "may be", "paper searched"], body)
+
+
+def released() -> str:
+    """Return what variant=released changes."""
+    known = {option.name: option for part in {**methods.BASES, **methods.PARTS}.values() for option in part.options}
+    rows = [
+        [f"`{name}`", shown(known[name].default), shown(value), _users(name)]
+        for name, value in methods.RELEASED.items()
+    ]
+    return table(["option", "default", "released", "of"], rows)
+
+
+def _users(name: str) -> str:
+    groups = (("", methods.BASES), ("+", methods.PARTS))
+    return ", ".join(
+        mark + part
+        for mark, parts in groups
+        for part, about in parts.items()
+        if any(option.name == name for option in about.options)
+    )
+
+
+def settings() -> str:
+    """Return the settings of an experiment, with what they are if nobody says anything."""
+    own = arrays(np.zeros((4, 1), np.float32), [0, 1, 0, 1])
+    given = spec.Experiment(device="cpu")
+    digits, mine = spec.resolve(given), spec.resolve(given, own)
+    rows = []
+    for field in fields(spec.Experiment):
+        if field.name in spec.HELP:
+            values = (getattr(e, field.name) for e in (digits, mine))
+            cells = ["auto", "auto"] if field.name in {"device", "backend"} else [shown(value) for value in values]
+            cells = [cell if field.name != "data" else name for cell, name in zip(cells, ("digits", ""), strict=True)]
+            rows.append([f"`{field.name}`", *cells, spec.HELP[field.name]])
+    return table(["setting", "on digits", "on your arrays", "meaning"], rows)
+
+
+def listed() -> str:
+    """Return all methods with what they are and where they come from."""
+    about: list[dict[str, Any]] = [methods.describe(name) for name in methods.NAMES]
+    papers = ("; ".join(dict.fromkeys(each["paper"].split("; "))) for each in about)
+    rows = ([f"`{each['name']}`", each["text"], paper] for each, paper in zip(about, papers, strict=True))
+    return table(["method", "what it is", "paper"], rows)
+
+
+def page() -> str:
+    """Return the whole page."""
+    regularised = ", ".join(f"`{base}`" for base in methods.REGULARISED)
+    parts = ", ".join(f"`+{part}`" for part in methods.REGULARISERS)
+    return f"""# Methods and their options
+
+Written by `python scripts/write_docs.py` from the tables in `src/metavd/methods.py` and
+`src/metavd/experiment/spec.py`; do not edit by hand. `metavd methods NAME` shows the options of one method,
+`metavd methods --json` everything, for programs.
+
+## The names
+
+    base[+regulariser][+option]
+
+- One base: {", ".join(f"`{base}`" for base in methods.BASES)}.
+- At most one regulariser, {parts},
+  on {regularised}.
+- `+dp` after `+metavd`; `+ft` after `fedavg` or `fedprox`.
+
+The {len(methods.NAMES)} methods that are listed, and that the tests run by name:
+
+{listed()}
+## Options of the bases
+
+Set one with `--set lr=0.01`, in a configuration file, or by name in Python: `metavd.run(method="reptile", lr=0.01)`.
+A dataset may bring defaults of its own, see `metavd datasets`.
+
+{options(methods.BASES)}
+## Options of the regularisers
+
+{options(methods.PARTS, "+")}
+## The released code's rules
+
+`variant=released` sets the options below, each method those that it has; an option that is given by name goes first.
+Everything that stays different is in [differences.md](differences.md).
+
+{released()}
+## Settings of an experiment
+
+Beside the method's options, every run has these settings, given in the same way.
+
+{settings()}"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the page; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
+    text = page()
+    if not parser.parse_args(argv).check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    changes = difflib.unified_diff(old.splitlines(), text.splitlines(), "on disk", "from the code", lineterm="", n=0)
+    for line in changes:
+        print(line, file=sys.stderr)
+    if old != text:
+        print("docs/methods.md is out of date: run python scripts/write_docs.py", file=sys.stderr)
+    return int(old != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
