@@ -278,7 +278,13 @@ def _noise(model: Model, o: Options) -> Noise:
     if o["clamp"] == "released":
         return Noise(layers, kind, offset=0.0, start=first, low=o["floor"], high=8.5, through=False)
     high = o["ceiling"] if kind == "logvar" else objective.logit(o["max_rate"])
-    return Noise(layers, kind, offset=first, low=min(o["floor"], first), high=max(high, first))
+    if not o["floor"] <= first <= high:
+        what = "log sigma^2" if kind == "logvar" else "log alpha"
+        raise MethodError(
+            f"the posterior starts at {what} = {first:.3g}, but its range is {o['floor']:g} to {high:.3g}; "
+            "move floor, ceiling, max_rate or rate"
+        )
+    return Noise(layers, kind, offset=first, low=o["floor"], high=high)
 
 
 def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:

@@ -62,6 +62,9 @@ def hessian_product(function: Scalar, point: Params, direction: Params) -> Param
         return product
     with torch.enable_grad():
         opened, nested = _open(point)
-        gradient = _slopes(function(opened), opened, None, True)
+        # A part in which the function is linear has a gradient that depends on nothing, and no curvature.
+        gradient = {n: g for n, g in _slopes(function(opened), opened, None, True).items() if g.requires_grad}
+        if not gradient:
+            return {name: torch.zeros_like(value) for name, value in point.items()}
         along = tuple(direction[name] for name in gradient)
         return _slopes(tuple(gradient.values()), opened, along, nested)

@@ -44,6 +44,10 @@ class _Noisy(nn.Module):
         """Apply the layer's linear map."""
         raise NotImplementedError
 
+    def noise_scale(self) -> Tensor:
+        """Return sqrt(alpha) in the shape of one input."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor) -> Tensor:
         """Draw one noisy output a row; rows are S draws of B samples, one key a draw."""
         weight = self.weight
@@ -53,8 +57,7 @@ class _Noisy(nn.Module):
         if not self.key.numel():
             return self.transform(x, weight, self.bias)
         if self.alpha.numel():
-            scale = self.alpha.sqrt() if isinstance(self, nn.Linear) else self.alpha.sqrt()[:, None, None]
-            return self.transform(x * (1.0 + scale * self.draw(x)), weight, self.bias)
+            return self.transform(x * (1.0 + self.noise_scale() * self.draw(x)), weight, self.bias)
         sigma2 = self.variance if mask is None else self.variance * mask
         mean = self.transform(x, weight, self.bias)
         std = (self.transform(x.square(), sigma2, None) + _STD_EPS).sqrt()
@@ -70,10 +73,17 @@ class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 
+    def noise_scale(self) -> Tensor:
+        return self.alpha.sqrt()
+
 
 class _NoisyConv2d(_Noisy, nn.Conv2d):
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._conv_forward(x, weight, bias)
+
+    def noise_scale(self) -> Tensor:
+        # A grouped convolution's weight knows the channels of one group; the groups share their rates.
+        return self.alpha.sqrt().repeat(self.groups)[:, None, None]
 
 
 _NOISY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _NoisyLinear, nn.Conv2d: _NoisyConv2d}
@@ -90,10 +100,10 @@ def _prepare(module: nn.Module) -> dict[str, _Noisy]:
                 layer.register_buffer(extra, torch.empty(0))
             assert isinstance(layer, _Noisy)
             layers[name] = layer
-        elif getattr(layer, "running_mean", None) is not None:
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) or getattr(layer, "running_mean", None) is not None:
             raise ValueError(
-                f"layer {name!r} ({type(layer).__name__}) keeps running statistics, which clients with different data "
-                "cannot share; use GroupNorm or LayerNorm instead"
+                f"layer {name!r} ({type(layer).__name__}) mixes rows or keeps running statistics of them, which "
+                "clients with different data cannot share; use GroupNorm or LayerNorm instead"
             )
         elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ValueError(
@@ -129,6 +139,8 @@ def from_module(
             values, so pre-trained weights are kept.
     """
     module = copy.deepcopy(module)
+    if type(module) in _NOISY:
+        module = nn.Sequential(module)
     layers = {name: tuple(layer.weight.shape) for name, layer in _prepare(module).items()}
     names = tuple(layers)
     chosen = tuple(variational) if variational is not None else names[-2:-1] or names[-1:]
@@ -136,7 +148,11 @@ def from_module(
         if name not in layers:
             raise ValueError(f"no linear or convolutional layer is called {name!r}; the module has {', '.join(names)}")
     start = {name: value.detach().clone() for name, value in module.named_parameters()}
-    body = _without_output(module, names[-1])
+    for name in chosen:
+        if f"{name}.weight" not in start:
+            raise ValueError(f"layer {name!r} shares its weight with another layer, which must carry the posterior")
+    output = names[-1]
+    body = _without_output(module, output)
     tied = len(list(module.named_parameters(remove_duplicate=False))) > len(start)
 
     def make(key: Tensor) -> Params:
@@ -144,15 +160,21 @@ def from_module(
             return {name: value.clone() for name, value in start.items()}
         return {name: init(rng.fold(key, i), name, value) for i, (name, value) in enumerate(start.items())}
 
+    def weights(params: Params) -> Params:
+        """What of a client's parameters is the network's: weights and masks."""
+        masks = {f"{name}.mask" for name in layers}
+        return {name: value for name, value in params.items() if name in start or name in masks}
+
     @cache
     def parts(first: int) -> tuple[nn.Module, nn.Module]:
         """What is computed once, and what is computed for every draw."""
-        return (module[:first], module[first:]) if isinstance(module, nn.Sequential) else (nn.Sequential(), module)
+        if type(module) is nn.Sequential and not tied:
+            return module[:first], module[first:]
+        return nn.Sequential(), module
 
     def run(params: Params, x: Tensor, extras: Params, draws: int) -> Tensor:
         """Logits (draws, B, K). What lies before the first noisy layer of a Sequential is computed once for all."""
-        given = {name: params[name] for name in start} | extras
-        given |= {f"{name}.mask": params[f"{name}.mask"] for name in layers if f"{name}.mask" in params}
+        given = weights(params) | extras
         rows = x.shape[0]
         if draws == 1:
             return _call(module, given, x, tied)[None]
@@ -166,7 +188,7 @@ def from_module(
         return run(params, x, {}, 1)
 
     def features(params: Params, x: Tensor) -> Tensor:
-        return _call(body, {name: value for name, value in params.items() if name in start}, x, tied)
+        return _call(body, {n: v for n, v in weights(params).items() if not n.startswith(output + ".")}, x, tied)
 
     return Model(make, apply, features, run, layers, chosen, init is not None)
 
@@ -233,6 +255,8 @@ def xavier(key: Tensor, name: str, value: Tensor) -> Tensor:
     draw = rng.normal(key, value.shape, value.dtype)
     if not name.endswith("weight"):
         return draw * 0.001
+    if value.dim() < 2:
+        return value.clone()  # the scale of a norm layer starts where it was
     area = math.prod(value.shape[2:])
     return draw * math.sqrt(2.0 / (area * (value.shape[0] + value.shape[1])))
 

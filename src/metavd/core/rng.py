@@ -56,7 +56,7 @@ def bits(parent: Tensor, shape: Sequence[int]) -> Tensor:
     """Return 64 random bits an element."""
     count = math.prod(shape)
     index = torch.arange(1, count + 1, dtype=torch.int64, device=parent.device)
-    return _mix(parent[..., None] + index * _GOLDEN).reshape(*parent.shape, *shape)
+    return _mix(parent[..., None] + index * _GOLDEN).reshape((*parent.shape, *shape))
 
 
 def uniform(parent: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,7 +72,7 @@ def normal(parent: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.floa
     radius = (-2.0 * torch.log((((half >> 32) & _LOW_32).to(dtype) + 1.0) * 2.0**-32)).clamp(min=0.0).sqrt()
     angle = (half & _LOW_32).to(dtype) * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], -1)
-    return pairs.flatten(-2)[..., :count].reshape(*parent.shape, *shape)
+    return pairs.flatten(-2)[..., :count].reshape((*parent.shape, *shape))
 
 
 def exponential(parent: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -23,6 +23,7 @@ from .local import FIXED
 from .objective import soft_cross_entropy
 from .optim import Groups
 from .types import Aggregate, Emit, Model, Server, ServerState, Update
+from .variational import per_weight
 
 
 def _movable(params: Params) -> Params:
@@ -70,9 +71,16 @@ def pull(
         if not owned_by_share:
             for name in gradient:
                 if name.startswith(OWNED):
-                    rows = torch.einsum("c,c...->c...", 1.0 / weight, gradient[name][update.client])
+                    inverse = torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+                    rows = torch.einsum("c,c...->c...", inverse, gradient[name][update.client])
                     gradient[name] = gradient[name].index_copy(0, update.client, rows)
         params, slots = groups.step(state.params, tree.clip(gradient, clip), state.slots, update.client)
+        for name, mask in tree.select(update.params, lambda name: name.endswith(".mask")).items():
+            # A weight that nobody was sent stays where it is, and so does its momentum.
+            weights = name.removesuffix("mask") + "weight"
+            sent_to_some = per_weight(mask.amax(0), params[weights]) > 0
+            params[weights] = torch.where(sent_to_some, params[weights], state.params[weights])
+            slots[weights] = torch.where(sent_to_some, slots[weights], state.slots[weights])
         return ServerState(params, slots, state.round + 1, state.key)
 
     return Server(init, update)
@@ -98,7 +106,7 @@ def prune(
             at = (new if released else state).params[name]
             towards = torch.einsum("c,c...->...", weight, update.params[name])
             saliency = (at * (at - towards) / lr).abs()
-            kept = int((1.0 - sparsity) * saliency.numel()) + int(released)
+            kept = round((1.0 - sparsity) * saliency.numel()) + int(released)
             threshold = saliency.flatten().sort(descending=True).values[max(kept, 1) - 1]
             chosen = (saliency >= threshold).to(at.dtype)
             params[mask] = torch.where(state.round == 0, chosen, params[mask])

@@ -1,7 +1,8 @@
 """A server's whole state on disk: safetensors and JSON, atomic, the last two kept, no pickle.
 
     round-000050.safetensors    parameters, optimiser memory, round, key
-    round-000050.json           written last: round, SHA-256 of the tensors, their order, and what the caller adds
+    round-000050.json           written last: round, SHA-256 of the tensors, their order, what the caller adds, and
+                                a SHA-256 of all that
 
 A checkpoint exists once its JSON does. A damaged one is reported by name and the one before it is used.
 """
@@ -65,10 +66,14 @@ def save_checkpoint(folder: Path, state: ServerState, extra: Mapping[str, Any]) 
     write_atomic(folder / f"{stem}.safetensors", data)
     # Dictionaries keep their order; sums over entries are taken in it, so a resumed run must have the same.
     about = {"round": int(state.round), "sha256": hashlib.sha256(data).hexdigest(), "order": list(flat), "extra": extra}
-    write_atomic(folder / f"{stem}.json", json.dumps(about).encode())
+    write_atomic(folder / f"{stem}.json", json.dumps(about | {"check": _digest(about)}).encode())
     for old in _stems(folder)[KEEP:]:
         (folder / f"{old}.json").unlink(missing_ok=True)
         (folder / f"{old}.safetensors").unlink(missing_ok=True)
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def _stems(folder: Path) -> list[str]:
@@ -84,12 +89,13 @@ def load_checkpoint(
     for stem in _stems(folder):
         try:
             about = json.loads((folder / f"{stem}.json").read_text())
+            check = about.pop("check")
             data = (folder / f"{stem}.safetensors").read_bytes()
-            if hashlib.sha256(data).hexdigest() != about["sha256"]:
+            if check != _digest(about) or about["sha256"] != hashlib.sha256(data).hexdigest():
                 raise ValueError("its checksum does not match")
             loaded = load(data)
             flat = {name: loaded[name].to(device) for name in about["order"]}
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             report(f"checkpoint {folder / stem} is damaged ({error}); trying the one before it")
             continue
         parts = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core import rng
+from ..core.emit import OWNED
 from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState
 from ..core.variational import rates, without_gradient
 from ..data.cohort import PERSONAL, TEST, Pool, batches
@@ -81,6 +82,13 @@ def answers(
             yield ClientResult(number, size, answer, pool.federation.source.y[rows]), masks
 
 
+def _stored(state: ServerState, received: Params, entry: str, client: int) -> Tensor:
+    """Return a spread as the server stores it, before any clamp; a hypernetwork's is what it sends."""
+    if OWNED + entry in state.params:
+        return state.params[OWNED + entry][client]
+    return state.params.get(entry, received[entry])
+
+
 def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: int = 256) -> dict[str, float] | None:
     """Return what the dropout rates of participating clients look like; None where the method has none.
 
@@ -105,7 +113,7 @@ def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: 
                 total += float(value.sum())
                 square += float(value.square().sum())
                 above += float((value > 0.9).sum())
-                stuck += float(without_gradient(noise, received[noise.entry(layer)]).sum())
+                stuck += float(without_gradient(noise, _stored(state, received, noise.entry(layer), int(client))).sum())
                 weights += value.numel()
                 sums[layer] = sums.get(layer, 0) + value
                 sums[f"{layer}^2"] = sums.get(f"{layer}^2", 0) + value.square()

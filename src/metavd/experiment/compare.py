@@ -14,8 +14,9 @@ from ..data.source import Source
 from ..engine.checkpoint import write_atomic
 from ..evaluate.metrics import interval
 from ..methods import options_of
-from .run import Listener, prepare, run
-from .spec import Experiment, with_settings
+from .run import Listener, check_folder, prepare, run
+from .spec import Experiment, SpecError, with_settings
+from .store import Store
 
 COLUMNS: dict[str, tuple[str, float, int]] = {
     "test accuracy %": ("test.accuracy", 100.0, 1),
@@ -105,6 +106,8 @@ def compare(
     Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
     """
+    if seeds < 1:
+        raise SpecError(f"seeds is {seeds}, but must be at least 1")
     settings = {key: value for key, value in settings.items() if key != "method"}
     base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
     folder = Path(out)
@@ -112,12 +115,14 @@ def compare(
     for method in methods:
         for seed in range(base.seed, base.seed + seeds):
             one = with_settings(base, {"method": method, **_fitting(method, settings, methods), "seed": seed})
-            prepare(one, source, module)  # wrong input is found before the first run starts
-            planned[method, seed] = one
+            planned[method, seed] = one, folder / method / f"seed-{seed}"
+    for one, place in planned.values():  # wrong input is found before the first run starts
+        check_folder(Store(place), prepare(one, source, module), resume=True)
+    if page is not None:
+        page[0].parent.mkdir(parents=True, exist_ok=True)
     rows, results = {}, {}
-    for (method, seed), one in planned.items():
-        results[method, seed] = run(one, out=folder / method / f"seed-{seed}", resume=True, listener=listener,
-                                    source=source, module=module)  # fmt: skip
+    for key, (one, place) in planned.items():
+        results[key] = run(one, out=place, resume=True, listener=listener, source=source, module=module)
     for method in methods:
         rows[method] = summarize_runs([result for (name, _), result in results.items() if name == method])
     content = {"columns": list(COLUMNS), "rows": rows, "runs": list(results.values())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
@@ -27,6 +28,7 @@ from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.simulate import Record, simulate
 from ..evaluate.metrics import ClientResult, accuracy, nll, of_classes, summarize
 from ..evaluate.personal import answers, diagnose
+from ..tree import Params
 from .provenance import provenance
 from .spec import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
 from .store import Store, StoreError
@@ -84,17 +86,22 @@ def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) ->
         raise SpecError(
             f"model is {name!r}, but it needs images of at least 8x8 pixels and a row here is {tuple(shape)}; use mlp"
         )
-    return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
+    with torch.random.fork_rng(devices=[]):  # torch initialises what it builds; nobody's generator shall notice
+        return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
 
 
 def _model(e: Experiment, source: Source, module: nn.Module | Model | None) -> Model:
-    if isinstance(module, Model):
-        return module
     dtype = getattr(torch, e.dtype)
+    if isinstance(module, Model):
+
+        def init(key: torch.Tensor) -> Params:
+            return {name: value.to(e.device, dtype) for name, value in module.init(key).items()}
+
+        return module._replace(init=init)
     if module is None:
         built = module_for(e.model, source.x.shape[1:], source.num_classes, e.width)
         return from_module(built.to(e.device, dtype), init=xavier)
-    return from_module(module.to(e.device, dtype))
+    return from_module(copy.deepcopy(module).to(e.device, dtype))
 
 
 def _content(source: Source | None, module: nn.Module | Model | None) -> str:
@@ -221,11 +228,10 @@ def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) ->
     if out is None:
         return _train(setup, None, start(setup), {}, listener)
     store = Store(out)
-    if store.is_run():
-        _same(store, setup, resume=resume)
-        if store.is_finished():
-            listener.note(f"{store.folder} holds this run, finished; its result is read, not computed again")
-            return store.read_result()
+    check_folder(store, setup, resume=resume)
+    if store.is_finished():
+        listener.note(f"{store.folder} holds this run, finished; its result is read, not computed again")
+        return store.read_result()
     with store.lock():
         store.open(to_toml(setup.experiment))
         found = load_checkpoint(store.checkpoint, setup.experiment.device, listener.note) if resume else None
@@ -234,8 +240,10 @@ def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) ->
         return _train(setup, store, state, extra, listener)
 
 
-def _same(store: Store, setup: Setup, *, resume: bool) -> None:
+def check_folder(store: Store, setup: Setup, *, resume: bool) -> None:
     """Refuse to mix two different runs in one folder, or to overwrite one by accident."""
+    if not store.is_run():
+        return
     there = resolve(with_settings(Experiment(), from_toml(store.config)), setup.pool.federation.source)
     if spec_hash(there) != spec_hash(setup.experiment):
         other = f"{there.method} on {there.data}, seed {there.seed}"
@@ -247,7 +255,7 @@ def _same(store: Store, setup: Setup, *, resume: bool) -> None:
 
 
 @contextmanager
-def _saving(store: Store | None) -> Iterator[dict[str, Any]]:
+def _saving(store: Store | None, first: ServerState) -> Iterator[dict[str, Any]]:
     """Keep the last good state safe whatever ends the training."""
     last: dict[str, Any] = {}
 
@@ -259,7 +267,7 @@ def _saving(store: Store | None) -> Iterator[dict[str, Any]]:
         yield last
     except KeyboardInterrupt:
         save()
-        done = int(last["state"].round) if last else 0
+        done = int(last.get("state", first).round)
         where = f"; the checkpoint is in {store.folder}, go on with --resume" if store else ""
         raise InterruptedRun(f"stopped after round {done}{where}") from None
     except NonFiniteError as error:
@@ -276,7 +284,7 @@ def _train(
     before, began = float(extra.get("seconds", 0.0)), time.monotonic()
     listener.start(e, int(state.round))
     rounds = simulate(setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=e.cohort, backend=setup.backend)
-    with _saving(store) as last:
+    with _saving(store, state) as last:
         for new, record in rounds:
             state = new
             bytes_total = {key: bytes_total[key] + getattr(record, key) for key in _TRAFFIC}

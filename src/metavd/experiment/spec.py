@@ -108,6 +108,8 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any]) -> Experi
     """Return the experiment with fields and options set by name, checked one by one."""
     names = {f.name for f in fields(Experiment)} - {"options"}
     changes = {key: _typed(key, value) for key, value in settings.items() if key in names}
+    if "method" in changes:
+        changes["method"] = methods.check(changes["method"])
     method = changes.get("method", experiment.method)
     known = methods.options_of(method)
     options = dict(experiment.options)

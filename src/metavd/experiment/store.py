@@ -127,9 +127,12 @@ class Store:
         records = []
         for line in self.rounds.read_text().splitlines():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 break  # a line that a crash cut short: nothing after it counts
+            if not isinstance(record, dict) or "round" not in record:
+                break
+            records.append(record)
         return records
 
     def cut_rounds(self, done: int) -> None:

@@ -1,0 +1,233 @@
+"""Datasets that other libraries hold: Hugging Face's `datasets` and torchvision's, by what they can do.
+
+Neither is imported, so neither is a dependency; anything that has rows and answers in the same way will do.
+
+    from_huggingface(load_dataset("cifar10"))                     a DatasetDict with train and test, or one Dataset
+    from_torchvision(CIFAR10("data"), CIFAR10("data", train=False))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..source import Source, SourceError, arrays
+from .files import numbered, plain
+from .images import Size, Stack, check_size, open_picture, pixels
+
+_IMAGES = ("image", "img", "images", "pixel_values", "x", "features")
+_LABELS = ("label", "labels", "fine_label", "character", "target", "y")
+
+
+def from_huggingface(
+    dataset: Any,
+    *,
+    image: str | None = None,
+    label: str | None = None,
+    client: str | None = None,
+    test: Any = None,
+    size: Size = None,
+    channels: int | None = None,
+    name: str = "huggingface",
+    **options: Any,
+) -> Source:
+    """Return a source from a `datasets.Dataset`, or a `DatasetDict` with train and perhaps test.
+
+    Args:
+        dataset: rows by number, each a dict; `column_names` and `features` as in `datasets`.
+        image: the column with pictures or features; found among the usual names by default.
+        label: the column with labels, whole numbers or a ClassLabel; likewise.
+        client: the column that says whose a row is, numbers or names; none by default.
+        test: the test rows, if they are another dataset.
+        size: to which pictures are resized; see `images`.
+        channels: 1 or 3; None sees which.
+        name: what the dataset is called.
+        options: passed to `arrays` (mean, std, augment, num_classes).
+    """
+    parts = [dataset, test]
+    if hasattr(dataset, "keys"):
+        if "train" not in dataset:
+            raise SourceError(f"{name}: the splits are {', '.join(map(str, dataset.keys()))}, but train must be there.")
+        parts = [dataset["train"], dataset["test"] if "test" in dataset and test is None else test]
+    halves = [part for part in parts if part is not None]
+    columns = list(getattr(halves[0], "column_names", None) or _first_row(halves[0], name))
+    image, label = _column("image", image, _IMAGES, columns, name), _column("label", label, _LABELS, columns, name)
+    if client is not None:
+        _column("client", client, (), columns, name)
+    for half in halves[1:]:
+        for wanted in filter(None, (image, label, client)):
+            if wanted not in list(getattr(half, "column_names", None) or _first_row(half, name)):
+                raise SourceError(f"{name}: the test rows have no column {wanted!r}, but the train rows do.")
+    features = getattr(halves[0], "features", None) or {}
+    names = getattr(features[label], "names", None) if hasattr(features, "__getitem__") and label in features else None
+    y = [value for half in halves for value in _values(half, label)]
+    who = None if client is None else _ids([value for half in halves for value in _values(half, client)])
+    flags = np.repeat([False, True], [len(half) for half in halves]) if len(halves) == 2 else None
+    x = _pictures((row for half in halves for row in _values(half, image)), sum(map(len, halves)), size, channels, name)
+    if names and "num_classes" not in options:
+        options["num_classes"] = len(names)
+    return arrays(x, _labels(y, name), who, flags, name, **options)
+
+
+def from_torchvision(
+    train: Any,
+    test: Any = None,
+    *,
+    size: Size = None,
+    channels: int | None = None,
+    client: Sequence[Any] | np.ndarray | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> Source:
+    """Return a source from torchvision's datasets, or any with `len` and (picture, label) by number.
+
+    Where a dataset keeps its raw bytes (`data` and `targets`, as MNIST and CIFAR do), those are taken and its
+    `transform` is not applied: normalisation and augmentation belong to the source. Other datasets are asked row by
+    row, with their transform; give it none that is random.
+
+    Args:
+        train: the train rows.
+        test: the test rows, if there are any.
+        size: to which pictures are resized; see `images`.
+        channels: 1 or 3; None sees which.
+        client: whose each row is, train rows first; numbers or names.
+        name: what the dataset is called; its class by default.
+        options: passed to `arrays` (mean, std, augment, num_classes).
+    """
+    name = name or type(train).__name__.lower()
+    halves = [half for half in (train, test) if half is not None]
+    raw = [_raw(half) for half in halves]
+    if all(pair is not None for pair in raw):
+        xs, ys = zip(*(pair for pair in raw if pair is not None), strict=True)
+        y = [label for labels in ys for label in labels]
+        rows = (row for part in xs for row in part)
+        if size is None and channels is None and len({part.shape[1:] for part in xs}) == 1:
+            x = _first_channels(np.concatenate(xs), name)
+        else:
+            x = _pictures(rows, len(y), size, channels, name)
+    else:
+        y = []
+        x = _pictures(_pairs(halves, y, name), sum(map(len, halves)), size, channels, name)
+    flags = np.repeat([False, True], [len(half) for half in halves]) if len(halves) == 2 else None
+    who = None if client is None else _ids(list(client))
+    return arrays(x, _labels(y, name), who, flags, name, **options)
+
+
+def _first_row(dataset: Any, name: str) -> list[str]:
+    row = dataset[0]
+    if not isinstance(row, dict):
+        raise SourceError(f"{name}: a row is {type(row).__name__}, but it must be a dict of columns.")
+    return list(row)
+
+
+def _column(what: str, given: str | None, usual: Sequence[str], columns: list[str], name: str) -> str:
+    found = given if given is not None else next((column for column in usual if column in columns), None)
+    if found is None or found not in columns:
+        asked = f"no column {given!r}" if given is not None else f"no column for the {what} among the usual names"
+        raise SourceError(f"{name}: there is {asked}; the columns are {', '.join(columns)}, pass {what}=....")
+    return found
+
+
+def _values(dataset: Any, column: str) -> Any:
+    """Return one column, row by row: whole columns of pictures would be decoded at once."""
+    return (dataset[number][column] for number in range(len(dataset)))
+
+
+def _raw(dataset: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    data, targets = getattr(dataset, "data", None), getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if data is None or targets is None:
+        return None
+    try:
+        x, y = np.asarray(data), np.asarray(targets)
+    except ValueError:
+        return None
+    usable = x.dtype == np.uint8 and x.ndim in (3, 4) and y.ndim == 1 and len(x) == len(y) == len(dataset)
+    return (x, y) if usable else None
+
+
+def _first_channels(x: np.ndarray, name: str) -> np.ndarray:
+    if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
+        return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] in (1, 3, 4):
+        raise SourceError(f"{name}: images have shape {x.shape}, which does not tell where the channels are.")
+    return x
+
+
+def _pairs(halves: Sequence[Any], y: list[Any], name: str) -> Any:
+    for half in halves:
+        for number in range(len(half)):
+            row = half[number]
+            if not isinstance(row, tuple | list) or len(row) < 2:
+                raise SourceError(f"{name}: row {number} must be (picture, label).")
+            y.append(row[1])
+            yield row[0]
+
+
+def _pictures(rows: Any, count: int, size: Size, channels: int | None, name: str) -> np.ndarray:
+    """Return one array of rows that may be Pillow's pictures, encoded files, arrays or tensors."""
+    pair = check_size(size)
+    stack = Stack(count, pair, channels)
+    values: list[np.ndarray] = []
+    for number, row in enumerate(rows):
+        place = Path(f"{name}[{number}]")
+        value = row
+        if isinstance(value, dict) and value.get("bytes") is not None:  # an Image column that is not decoded
+            value = open_picture(place, value["bytes"])
+        elif isinstance(value, bytes):
+            value = open_picture(place, value)
+        if hasattr(value, "getbands"):
+            stack.put(place, pixels(place, value, pair, channels))
+            continue
+        array = _numbers(value, place)
+        if array.dtype == np.uint8 and array.ndim in (2, 3):
+            planes = array[None] if array.ndim == 2 else _first_channels(array[None], name)[0]
+            stack.put(place, _picture(place, planes, pair, channels))
+        else:
+            values.append(array.astype(np.float32) if array.dtype.kind == "f" else array)
+    if values and len(values) == count:
+        if len({value.shape for value in values}) != 1:
+            row = next(i for i, value in enumerate(values) if value.shape != values[0].shape)
+            raise SourceError(
+                f"{name}: row {row} has shape {values[row].shape}, but row 0 has {values[0].shape}; all must be alike."
+            )
+        return np.stack(values)
+    if values or not stack.full:
+        raise SourceError(f"{name}: all rows must be pictures, or all must be arrays of numbers.")
+    return stack.x
+
+
+def _numbers(value: Any, place: Path) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SourceError(f"{place}: this row is no picture and no array ({plain(error)}).") from None
+    if array.dtype.kind not in "uif":
+        raise SourceError(f"{place}: this row is {type(value).__name__}, but it must be a picture or an array.")
+    return array
+
+
+def _picture(place: Path, planes: np.ndarray, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """Bring bytes (c, h, w) to a size and a number of channels, through Pillow."""
+    if size is None and channels in (None, len(planes)):
+        return planes
+    from PIL import Image  # noqa: PLC0415 (only if something has to change)
+
+    picture = Image.fromarray(np.ascontiguousarray(planes[0] if len(planes) == 1 else planes.transpose(1, 2, 0)))
+    return pixels(place, picture, size, channels)
+
+
+def _labels(y: list[Any], name: str) -> np.ndarray:
+    values = np.asarray(y)
+    if values.dtype.kind in "iu" and values.ndim == 1:
+        return values
+    row = next((i for i, v in enumerate(y) if isinstance(v, bool) or not isinstance(v, int | np.integer)), 0)
+    raise SourceError(f"{name}: row {row} has label {plain(str(y[row]))}, but labels must be whole numbers from 0.")
+
+
+def _ids(values: list[Any]) -> np.ndarray:
+    """Return client ids: numbers as they are, names by their order."""
+    numbers = np.asarray(values)
+    return numbers if numbers.dtype.kind in "iu" else numbered([str(value) for value in values])

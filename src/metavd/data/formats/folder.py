@@ -1,0 +1,171 @@
+"""Pictures in folders: class/picture, or client/class/picture; below train/ and test/ if both are there.
+
+Names of folders are the classes and the clients, numbered in the order of the names, so that nothing depends on the
+machine. Hidden files and notes (text, tables) are passed over; any other file that is no picture is an error, because
+data that is silently left out is worse.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..source import Source, SourceError
+from .cache import Note, cached, log
+from .files import FileError, Plan, Report, attempt, choice, listing, need_folder, numbered, source
+from .images import SUFFIXES, Size, Stack, check_size
+
+NOTES = {".txt", ".md", ".csv", ".tsv", ".json", ".xml", ".html", ".db", ".ini", ".yaml", ".yml"}
+NAMES = {"readme", "license", "licence", "copying", "changelog", "authors"}
+_VALIDATION = {"val", "valid", "validation", "dev"}
+
+
+class Row(NamedTuple):
+    """One picture and whose it is."""
+
+    path: Path
+    label: str
+    client: str | None
+    test: bool
+
+
+class Rows(NamedTuple):
+    """All pictures below a folder."""
+
+    rows: list[Row]
+    split: bool
+
+
+def load_folder(
+    root: Path | str,
+    *,
+    size: Size = None,
+    channels: int | None = None,
+    name: str | None = None,
+    augment: bool = False,
+    cache: Path | None = None,
+    note: Note = log,
+) -> Source:
+    """Return the pictures below a folder; mean and standard deviation are measured on the train rows.
+
+    Args:
+        root: the folder of class/picture or client/class/picture, perhaps below train/ and test/.
+        size: one side of squares, or (height, width), to which all are resized; None if they are all alike.
+        channels: 1 for grey, 3 for colour; None sees which.
+        name: what the dataset is called; the folder's name by default.
+        augment: whether crops and flips leave the label as it is.
+        cache: folder for the cached copy; None reads the pictures.
+        note: told why a copy could not be kept.
+    """
+    return cached(plan_folder(root, size=size, channels=channels, name=name, augment=augment), cache, note)
+
+
+def plan_folder(
+    root: Path | str,
+    *,
+    size: Size = None,
+    channels: int | None = None,
+    name: str | None = None,
+    augment: bool = False,
+) -> Plan:
+    """Find the pictures."""
+    root = need_folder(root)
+    choice("channels", channels, (None, 1, 3))
+    pair = check_size(size)
+    rows, split = scan(root)
+
+    def read(report: Report) -> Source | None:
+        stack = Stack(len(rows), pair, channels)
+        for row in rows:
+            attempt(report, stack.add, row.path)
+        if not stack.full:
+            return None
+        client = None if rows[0].client is None else numbered([row.client or "" for row in rows])
+        test = np.array([row.test for row in rows]) if split else None
+        y = numbered([row.label for row in rows])
+        return attempt(
+            report, source, root, name or root.resolve().name, stack.x, y, client=client, test=test, augment=augment
+        )
+
+    options = {"size": pair, "channels": channels, "augment": augment}
+    return Plan(name or root.resolve().name, root, tuple(row.path for row in rows), read, options)
+
+
+def scan(root: Path) -> Rows:
+    """Return the pictures in the order of their names, with classes and clients by the folders' names."""
+    if not root.is_dir():
+        raise FileError(root, "this is a file, but a folder of pictures is needed.")
+    names = {path.name for path in _folders(root)}
+    odd = sorted(names & _VALIDATION)
+    if {"train"} <= names and odd:
+        raise SourceError(
+            f"{root}: there is {odd[0]} beside train, but only train and test are read; move it into train or out."
+        )
+    split = names == {"train", "test"}
+    rows: list[Row] = []
+    for part in sorted(names, reverse=True) if split else ["."]:
+        rows.extend(_half(root / part, part == "test"))
+    if not rows:
+        raise SourceError(f"{root}: there is no picture at class/picture or client/class/picture in this folder.")
+    if len({row.client is None for row in rows}) != 1:
+        raise SourceError(f"{root}: train has clients and test has none, or the reverse; both must be alike.")
+    if split and (missing := {row.label for row in rows if row.test} - {row.label for row in rows if not row.test}):
+        raise SourceError(f"{root}: test has a class {min(missing)!r}, but train has none.")
+    lower: dict[str, str] = {}
+    for label in sorted({row.label for row in rows}):
+        other = lower.setdefault(label.casefold(), label)
+        if other != label:
+            raise SourceError(f"{root}: the classes {other!r} and {label!r} differ only in case; rename one.")
+    return Rows(rows, split)
+
+
+def _half(root: Path, test: bool) -> list[Row]:
+    rows: list[Row] = []
+    depth: tuple[bool, Path] | None = None
+    for outer in _folders(root):
+        inner, pictures = _folders(outer, alone=False), _pictures(outer)
+        if inner and pictures:
+            raise FileError(pictures[0], f"this picture lies beside the folder {inner[0].name}; move one of the two.")
+        if not inner and not pictures:
+            raise SourceError(f"{outer}: there is no picture in this folder; remove it or fill it.")
+        deep = bool(inner)
+        if depth is None:
+            depth = deep, outer
+        elif depth[0] != deep:
+            raise SourceError(
+                f"{outer}: it holds {'folders' if deep else 'pictures'}, but {depth[1]} does not; all must be "
+                "class/picture, or all client/class/picture."
+            )
+        if not deep:
+            rows.extend(Row(path, outer.name, None, test) for path in pictures)
+        for label in inner:
+            below = _folders(label, alone=False)
+            if below:
+                raise SourceError(f"{below[0]}: this folder is too deep; pictures must be at client/class/picture.")
+            # A client need not have every class, so an empty one is no fault here.
+            rows.extend(Row(path, label.name, outer.name, test) for path in _pictures(label))
+    return rows
+
+
+def _folders(folder: Path, *, alone: bool = True) -> list[Path]:
+    """Return the folders in a folder; `alone` refuses pictures beside them."""
+    found = listing(folder)
+    if alone:
+        stray = next((p for p in found if not p.is_dir() and p.suffix.lower() in SUFFIXES), None)
+        if stray is not None:
+            raise FileError(stray, "this picture is in no class; put it into a folder that is named after its class.")
+    return [path for path in found if path.is_dir()]
+
+
+def _pictures(folder: Path) -> list[Path]:
+    pictures = []
+    for path in listing(folder):
+        suffix = path.suffix.lower()
+        if suffix in SUFFIXES and not path.is_dir():
+            pictures.append(path)
+        elif suffix not in NOTES and path.name.lower() not in NAMES and not path.is_dir():
+            what = f"files of type {path.suffix}" if suffix else "files without a type in their name"
+            raise FileError(path, f"{what} are not read; convert it to PNG or JPEG, or remove it.")
+    return pictures

@@ -1,0 +1,159 @@
+"""Pictures in files: JPEG, PNG and the like to bytes, by Pillow."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..source import SourceError
+from .files import GIB, MIB, FileError, plain, read_bytes
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
+"""Pillow knows more, some of which start other programs."""
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff"}
+MAX_PIXELS = 100_000_000
+MAX_FILE = 256 * MIB
+MAX_TOTAL = 32 * GIB
+
+Size = int | tuple[int, int] | None
+"""One side of a square, (height, width), or None: as the pictures are."""
+
+
+def check_size(size: Size) -> tuple[int, int] | None:
+    """Return (height, width) of an option `size`."""
+    if size is None:
+        return None
+    pair = (size, size) if isinstance(size, int) else size
+    ok = isinstance(pair, Sequence) and len(pair) == 2
+    if not ok or any(isinstance(v, bool) or not isinstance(v, int) or not 1 <= v <= 4096 for v in pair):
+        raise SourceError(f"size is {size!r}, but it must be a whole number of pixels, 1 to 4096, or two of them.")
+    return pair[0], pair[1]
+
+
+def open_picture(path: Path, data: bytes | None = None) -> Any:
+    """Return Pillow's picture, decoded; any fault of a decoder becomes one sentence."""
+    try:
+        from PIL import Image, ImageOps  # noqa: PLC0415 (only pictures need it)
+    except ImportError:
+        raise SourceError("Pictures need the package pillow; install it with `pip install pillow`.") from None
+    if data is None:
+        data = read_bytes(path, MAX_FILE)
+    if not data:
+        raise FileError(path, "the file is empty, but it must be a picture.", 0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd metadata, and about sizes that are checked here
+            picture = Image.open(io.BytesIO(data), formats=FORMATS)
+            width, height = picture.size
+            if width * height > MAX_PIXELS:
+                raise FileError(path, f"the picture declares {width} x {height} pixels, but at most {MAX_PIXELS} fit.")
+            if picture.format == "PNG":
+                # Only `verify` looks at PNG's checksums, and it uses the picture up.
+                picture.verify()
+                picture = Image.open(io.BytesIO(data), formats=FORMATS)
+            picture.load()
+            return ImageOps.exif_transpose(picture)
+    except FileError:
+        raise
+    except Exception as error:  # Pillow's decoders raise nearly every kind there is
+        raise FileError(path, f"this is no readable picture ({plain(error)}); replace or remove it.") from None
+
+
+def pixels(path: Path, picture: Any, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """Return (c, h, w) bytes: 1 channel of a grey picture and 3 of any other, unless `channels` says which.
+
+    What is transparent becomes white. Resized with Pillow's bilinear filter, which averages when it shrinks.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    if picture.mode.startswith(("I", "F")):
+        raise FileError(
+            path, f"the picture has mode {picture.mode}, more than 8 bits a pixel; save it with 8 bits, scaled."
+        )
+    try:
+        if "A" in picture.getbands() or "transparency" in picture.info:
+            clear = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert(
+                "L" if picture.mode in ("LA", "La") else "RGB"
+            )
+        grey = picture.mode in ("L", "1")
+        picture = picture.convert("L" if (channels or (1 if grey else 3)) == 1 else "RGB")
+        if size is not None and (picture.height, picture.width) != size:
+            picture = picture.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+        array = np.asarray(picture, np.uint8)
+    except Exception as error:  # conversions of odd modes raise their own
+        raise FileError(path, f"this picture cannot be converted ({plain(error)}); replace or remove it.") from None
+    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def resize(x: np.ndarray, size: tuple[int, int] | None) -> np.ndarray:
+    """Return (n, c, h, w) bytes in another size, as `pixels` does it for files."""
+    if size is None or x.shape[2:] == size:
+        return x
+    result = np.empty((*x.shape[:2], *size), np.uint8)
+    for row, picture in enumerate(x):
+        for channel, plane in enumerate(picture):
+            result[row, channel] = resize_plane(plane, size)
+    return result
+
+
+def resize_plane(plane: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Return (h, w) bytes in another size."""
+    from PIL import Image  # noqa: PLC0415
+
+    picture = Image.fromarray(np.ascontiguousarray(plane))
+    return np.asarray(picture.resize((size[1], size[0]), Image.Resampling.BILINEAR), np.uint8)
+
+
+class Stack:
+    """Pictures of one shape, collected into one array; grey ones among coloured ones get three channels."""
+
+    def __init__(self, count: int, size: tuple[int, int] | None, channels: int | None) -> None:
+        self._count, self._size, self._channels = count, size, channels
+        self._x: np.ndarray | None = None
+        self._first: Path | None = None
+        self._at = 0
+
+    def add(self, path: Path, data: bytes | None = None) -> None:
+        """Decode and keep one more picture."""
+        self.put(path, pixels(path, open_picture(path, data), self._size, self._channels))
+
+    def put(self, path: Path, picture: np.ndarray) -> None:
+        """Keep one more picture, (c, h, w) bytes."""
+        if self._x is None:
+            total = self._count * 3 * picture.shape[1] * picture.shape[2]
+            if total > MAX_TOTAL:
+                raise FileError(
+                    path, f"{self._count} pictures of its size take {total} bytes; pass a size, such as size=32."
+                )
+            self._x = np.empty((self._count, *picture.shape), np.uint8)
+            self._first = path
+        if picture.shape[1:] != self._x.shape[2:]:
+            (h, w), (height, width) = picture.shape[1:], self._x.shape[2:]
+            raise FileError(
+                path, f"the picture has {w} x {h} pixels, but {self._first} has {width} x {height}; pass a size, "
+                f"such as size={min(height, width)}, and all are resized."
+            )  # fmt: skip
+        if len(picture) == 3 and self._x.shape[1] == 1:
+            wide = np.empty((self._count, 3, *self._x.shape[2:]), np.uint8)
+            wide[: self._at] = self._x[: self._at]
+            self._x = wide
+        self._x[self._at] = picture
+        self._at += 1
+
+    @property
+    def full(self) -> bool:
+        """Whether every picture was added."""
+        return 0 < self._count == self._at
+
+    @property
+    def x(self) -> np.ndarray:
+        """(n, c, h, w) of all that were added."""
+        if self._x is None:
+            raise ValueError("no picture was added")
+        return self._x[: self._at]

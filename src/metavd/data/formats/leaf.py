@@ -1,0 +1,344 @@
+"""LEAF's JSON shards: FEMNIST with its pixels, and the lists of users that CelebA shares with it.
+
+    {"users": ["f0000_14", ...], "num_samples": [141, ...],
+     "user_data": {"f0000_14": {"x": [[784 numbers], ...], "y": [52, ...]}, ...}}
+
+Pixels are floats 0 to 1, as LEAF writes them, or whole numbers 0 to 255, as others do; which of the two is decided for
+the whole dataset and checked for every user. (The released code casts to bytes without looking, which turns LEAF's
+floats into black pictures.) Shards are read in the order of their names, and a client's id is the place of its name
+among all names, so that neither depends on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..source import Source, SourceError
+from .cache import Note, cached, log
+from .files import (
+    GIB,
+    FileError,
+    Plan,
+    Report,
+    attempt,
+    join,
+    listing,
+    need_folder,
+    numbered,
+    plain,
+    read_bytes,
+    source,
+)
+
+MAX_SHARD = 4 * GIB
+FEMNIST_CLASSES = 62
+_SIDE = 28
+
+
+class User(NamedTuple):
+    """One user's rows in one shard."""
+
+    name: str
+    x: np.ndarray | list[str]
+    """(n, d) bytes, or names of picture files."""
+    y: np.ndarray
+    kind: str
+    """What the pixels were: "unit" 0 to 1, "byte" 0 to 255, "either" if all are 0 or 1, "file" for names."""
+
+
+class Shards(NamedTuple):
+    """Which JSON files make a dataset, and which of them are test rows."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    test: tuple[bool, ...] | None
+
+
+def load_femnist(root: Path | str, *, split: bool = False, cache: Path | None = None, note: Note = log) -> Source:
+    """Return FEMNIST (62 classes of handwriting by writer) from LEAF's JSON shards.
+
+    Args:
+        root: the folder that holds them, or femnist/, femnist/data/ or femnist/raw/ with all_data/ or train/ and test/.
+        split: read LEAF's own train/ and test/ even if all_data/ is there, too.
+        cache: folder for the cached copy; None reads the files.
+        note: told why a copy could not be kept.
+    """
+    return cached(plan_femnist(root, split=split), cache, note)
+
+
+def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
+    """Find FEMNIST's shards."""
+    shards = find_shards(need_folder(root), "femnist", split)
+    if shards is None:
+        raise SourceError(
+            f"{root}: there are no LEAF shards (femnist/all_data/*.json) in this folder; make them with LEAF's "
+            "data/femnist/preprocess.sh."
+        )
+
+    def read(report: Report) -> Source | None:
+        users = read_shards(shards, report)
+        if users is None:
+            return None
+        for path, user in users.rows:
+            if user.kind == "file" or user.x.shape[1:] != (_SIDE * _SIDE,):  # type: ignore[union-attr]
+                what = "names of files" if user.kind == "file" else f"{user.x.shape[1]} numbers"  # type: ignore[union-attr]
+                report(FileError(path, f"a row of user {user.name!r} holds {what}, but it must hold 784 pixels."))
+                return None
+        return collect(
+            shards.folder, "femnist", users, (1, _SIDE, _SIDE), num_classes=FEMNIST_CLASSES, mean=0.1307, std=0.3081
+        )
+
+    return Plan("femnist", shards.folder, shards.files, read, {"split": split})
+
+
+# Finding
+
+
+def find_shards(root: Path, name: str, split: bool = False) -> Shards | None:
+    """Return the JSON files below root in the folders that LEAF and FederatedScope use."""
+    if root.is_file():
+        return Shards(root, (root,), None) if root.suffix == ".json" else None
+    bases = (".", "data", "raw", name, f"{name}/data", f"{name}/raw", f"leaf/data/{name}/data", f"data/{name}/data")
+    for base in bases:
+        folder = root / base
+        whole = _jsons(folder / "all_data")
+        train, test = _jsons(folder / "train"), _jsons(folder / "test")
+        if whole and not (split and train and test):
+            return Shards(folder / "all_data", whole, None)
+        if train and test:
+            return Shards(folder, train + test, (False,) * len(train) + (True,) * len(test))
+        own = _jsons(folder) if base != "." or root.name in (name, "all_data") else ()
+        if own:
+            return Shards(folder, own, None)
+    return None
+
+
+def _jsons(folder: Path) -> tuple[Path, ...]:
+    return tuple(path for path in listing(folder) if path.suffix == ".json") if folder.is_dir() else ()
+
+
+# Reading
+
+
+class Users(NamedTuple):
+    """All users' rows, in the order of the shards, and which are test rows."""
+
+    rows: list[tuple[Path, User]]
+    test: np.ndarray | None
+
+
+def read_shards(shards: Shards, report: Report) -> Users | None:
+    """Read all shards; a user may stand in one train and one test shard, and else only once."""
+    flags = shards.test or (False,) * len(shards.files)
+    rows: list[tuple[Path, User]] = []
+    counts: list[tuple[int, bool]] = []
+    seen: dict[tuple[str, bool], Path] = {}
+    bad = False
+    for path, flag in zip(shards.files, flags, strict=True):
+        users = attempt(report, read_shard, path)
+        bad |= users is None
+        for user in users or ():
+            other = seen.setdefault((user.name, flag), path)
+            if other != path:
+                bad = True
+                report(FileError(path, f"user {user.name!r} already stands in {other.name}; remove one of the two."))
+            if len(user.y):
+                rows.append((path, user))
+                counts.append((len(user.y), flag))
+    if bad:
+        return None
+    if not rows:
+        report(SourceError(f"{shards.folder}: no user of these shards has a row."))
+        return None
+    if not _one_kind(rows, report):
+        return None
+    test = np.repeat([flag for _, flag in counts], [count for count, _ in counts]) if shards.test else None
+    return Users(rows, test)
+
+
+def _one_kind(rows: Sequence[tuple[Path, User]], report: Report) -> bool:
+    first: User | None = None
+    for path, user in rows:
+        if user.kind == "either":
+            continue
+        if first is None:
+            first = user
+        elif user.kind != first.kind:
+            says = {"unit": "pixels 0 to 1", "byte": "pixels 0 to 255", "file": "names of files"}
+            report(
+                FileError(
+                    path,
+                    f"user {user.name!r} has {says[user.kind]}, but user {first.name!r} has {says[first.kind]}; "
+                    "all must have the same.",
+                )
+            )
+            return False
+    return True
+
+
+def collect(
+    folder: Path, name: str, users: Users, shape: tuple[int, ...], *, num_classes: int, mean: float, std: float
+) -> Source:
+    """Return the source of users whose rows are pixels, (c, h, w) of channels last in the file."""
+    unit = not any(user.kind == "byte" for _, user in users.rows)
+    y = np.concatenate([user.y for _, user in users.rows])
+    client = np.repeat(numbered([user.name for _, user in users.rows]), [len(user.y) for _, user in users.rows])
+    channels, height, width = shape
+    parts = []
+    for _, user in users.rows:
+        pixels = np.asarray(user.x)
+        if user.kind == "either" and unit:
+            pixels = pixels * np.uint8(255)
+        parts.append(pixels.reshape(-1, height, width, channels).transpose(0, 3, 1, 2))
+    users.rows.clear()
+    return source(
+        folder,
+        name,
+        join(parts),
+        y,
+        client=client,
+        test=users.test,
+        num_classes=num_classes,
+        mean=[mean],
+        std=[std],
+    )
+
+
+def read_shard(path: Path) -> list[User]:
+    """Return the users of one JSON file, in its order."""
+    data = read_bytes(path, MAX_SHARD)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
+    del data
+    try:
+        content = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        offset = len(text[: error.pos].encode())
+        end = " (the file ends here)" if error.pos >= len(text.rstrip()) else ""
+        raise FileError(path, f"this is no JSON{end}: {plain(error.msg).lower()}.", offset) from None
+    except RecursionError:
+        raise FileError(path, "the JSON is nested too deeply to be LEAF's.") from None
+    except _NotFiniteError as error:
+        raise FileError(path, f"the JSON holds {error}, but pixels and labels must be finite numbers.") from None
+    except ValueError:  # a number of thousands of digits
+        raise FileError(path, "the JSON holds a number too long to be one of LEAF's.") from None
+    del text
+    return _users(path, content)
+
+
+def _users(path: Path, content: Any) -> list[User]:
+    if isinstance(content, _Fault):
+        raise FileError(path, content.what)
+    content = content if isinstance(content, dict) else {}
+    names, counts, rows = (content.get(key) for key in ("users", "num_samples", "user_data"))
+    if not isinstance(names, list) or not isinstance(counts, list):
+        raise FileError(path, "this is no LEAF shard: it must have the lists users and num_samples, and user_data.")
+    if isinstance(rows, _Fault):
+        raise FileError(path, f"user_data is wrong: {rows.what}")
+    if not isinstance(rows, dict):
+        raise FileError(path, "this is no LEAF shard: user_data must map each user to its rows.")
+    if any(not isinstance(name, str) for name in names):
+        raise FileError(path, "users must be a list of names.")
+    if len(set(names)) != len(names):
+        twice = sorted(names)
+        name = next(a for a, b in pairwise(twice) if a == b)
+        raise FileError(path, f"user {name!r} stands in the list of users twice.")
+    if len(counts) != len(names):
+        raise FileError(path, f"num_samples has {len(counts)} entries, but there are {len(names)} users.")
+    listed = set(names)
+    for name, user in rows.items():
+        # LEAF's own split leaves users behind that it dropped, with no rows.
+        if name not in listed and not (isinstance(user, User) and len(user.y) == 0):
+            raise FileError(path, f"user_data holds {name!r}, who is not among the users.")
+    return [_user(path, name, rows.get(name), count) for name, count in zip(names, counts, strict=True)]
+
+
+def _user(path: Path, name: str, user: Any, count: Any) -> User:
+    if user is None:
+        raise FileError(path, f"user {name!r} has no entry in user_data.")
+    if isinstance(user, _Fault):
+        raise FileError(path, f"user {name!r}: {user.what}")
+    if not isinstance(user, User):
+        raise FileError(path, f"user {name!r} must have rows x and labels y.")
+    if type(count) is not int or count != len(user.y):
+        raise FileError(path, f"user {name!r} has {len(user.y)} rows, but num_samples says {str(count)[:40]}.")
+    return user._replace(name=name)
+
+
+class _Fault(NamedTuple):
+    """What is wrong with an object, told when the user's name is known."""
+
+    what: str
+
+
+class _NotFiniteError(Exception):
+    """NaN or Infinity, which Python's reader would let pass."""
+
+
+def _no_constant(word: str) -> float:
+    raise _NotFiniteError(word)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    """Turn a user's rows into arrays as soon as they are read: as Python numbers a shard would take a gigabyte."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = sorted(key for key, _ in pairs)
+        twice = next(a for a, b in pairwise(keys) if a == b)
+        return _Fault(f"the key {twice[:80]!r} stands there twice.")
+    if "x" in content and "y" in content:
+        return _rows(content["x"], content["y"])
+    return content
+
+
+def _rows(x: Any, y: Any) -> User | _Fault:
+    """Return a user without a name yet."""
+    if not isinstance(x, list) or not isinstance(y, list):
+        return _Fault("x and y must be lists.")
+    if len(x) != len(y):
+        return _Fault(f"x has {len(x)} rows, but y has {len(y)}.")
+    labels = _labels(y)
+    if isinstance(labels, _Fault):
+        return labels
+    if all(isinstance(row, str) for row in x):
+        return User("", x, labels, "file" if x else "either")
+    return _pixels(x, labels)
+
+
+def _pixels(x: list[Any], labels: np.ndarray) -> User | _Fault:
+    try:
+        values = np.array(x)
+    except (ValueError, OverflowError):
+        return _Fault("its rows differ in length, but all must have the same number of pixels.")
+    if values.dtype.kind not in "iuf" or values.ndim < 2 or 0 in values.shape:
+        return _Fault("every row of x must be a list of numbers or the name of a file.")
+    values = values.reshape(len(x), -1)
+    bad = ~((values >= 0) & (values <= 255))
+    unit = bool(values.max() <= 1)
+    if not unit and values.dtype.kind == "f":
+        bad |= values != np.floor(values)
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        return _Fault(
+            f"pixel {column} of row {row} is {values[row, column]:g}, but pixels must be 0 to 1, or whole numbers "
+            "0 to 255."
+        )
+    if unit and not bool(((values == 0) | (values == 1)).all()):
+        return User("", np.rint(values * 255).astype(np.uint8), labels, "unit")
+    return User("", values.astype(np.uint8), labels, "either" if unit else "byte")
+
+
+def _labels(y: list[Any]) -> np.ndarray | _Fault:
+    for row, label in enumerate(y):
+        # LEAF writes CelebA's labels as 0.0 and 1.0.
+        if type(label) not in (int, float) or not 0 <= label < 2**31 or int(label) != label:
+            return _Fault(f"row {row} has label {str(label)[:40]}, but labels must be whole numbers from 0.")
+    return np.array(y, np.int64) if y else np.empty(0, np.int64)
