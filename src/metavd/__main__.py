@@ -1,5 +1,16 @@
-"""Run the command line with `python -m metavd`."""
+"""The program's first moments: `metavd` and `python -m metavd`."""
 
-from .cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Load the command line, which takes seconds because of torch, and run it; Ctrl-C is a plain stop all the while."""
+    try:
+        from .cli import main as run  # noqa: PLC0415
+    except KeyboardInterrupt:
+        sys.exit("metavd: stopped")
+    run()
+
+
+if __name__ == "__main__":
+    main()

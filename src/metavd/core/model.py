@@ -160,10 +160,11 @@ def from_module(
             return {name: value.clone() for name, value in start.items()}
         return {name: init(rng.fold(key, i), name, value) for i, (name, value) in enumerate(start.items())}
 
-    def weights(params: Params) -> Params:
-        """What of a client's parameters is the network's: weights and masks."""
-        masks = {f"{name}.mask" for name in layers}
-        return {name: value for name, value in params.items() if name in start or name in masks}
+    def weights(params: Params, without: str | None = None) -> Params:
+        """What of a client's parameters is the network's: all its weights, and masks where there are any."""
+        names = (name for name in start if without is None or not name.startswith(without))
+        masks = (f"{name}.mask" for name in layers if f"{name}.mask" in params)
+        return {name: params[name] for name in (*names, *masks)}
 
     @cache
     def parts(first: int) -> tuple[nn.Module, nn.Module]:
@@ -188,7 +189,7 @@ def from_module(
         return run(params, x, {}, 1)
 
     def features(params: Params, x: Tensor) -> Tensor:
-        return _call(body, {n: v for n, v in weights(params).items() if not n.startswith(output + ".")}, x, tied)
+        return _call(body, weights(params, output + "."), x, tied)
 
     return Model(make, apply, features, run, layers, chosen, init is not None)
 

@@ -25,6 +25,9 @@ from .optim import Groups
 from .types import Aggregate, Emit, Model, Server, ServerState, Update
 from .variational import per_weight
 
+_TINY = 1e-30
+"""Keeps the shares of a cohort without any rows at 0."""
+
 
 def _movable(params: Params) -> Params:
     return tree.select(params, lambda name: name.rpartition(".")[2] not in FIXED)
@@ -57,7 +60,7 @@ def pull(
 
     def update(state: ServerState, update: Update) -> ServerState:
         weight = update.weight if by_size else torch.ones_like(update.weight)
-        weight = weight / weight.sum()
+        weight = weight / weight.sum().clamp(min=_TINY)
         targets = aggregate(update.params, weight)
         fixed = {name: value for name, value in state.params.items() if name.rpartition(".")[2] in FIXED}
 
@@ -99,7 +102,7 @@ def prune(
 
     def update(state: ServerState, update: Update) -> ServerState:
         new = base.update(state, update)
-        weight = update.weight / update.weight.sum()
+        weight = update.weight / update.weight.sum().clamp(min=_TINY)
         params = dict(new.params)
         for layer in layers:
             name, mask = f"{layer}.weight", f"{layer}.mask"

@@ -229,7 +229,7 @@ def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) ->
         return _train(setup, None, start(setup), {}, listener)
     store = Store(out)
     check_folder(store, setup, resume=resume)
-    if store.is_finished():
+    if store.is_run() and store.is_finished():
         listener.note(f"{store.folder} holds this run, finished; its result is read, not computed again")
         return store.read_result()
     with store.lock():

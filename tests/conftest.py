@@ -1,0 +1,47 @@
+"""What many tests share: a tiny network in float64, a client's batches, a federation's numbers; one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from metavd.core import rng
+from metavd.core.model import from_module, mlp, xavier
+from metavd.core.types import Batch, Model
+from metavd.methods import Setting
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def net() -> Model:
+    """An MLP 4 -> 6 -> 3 -> 3 with the layers fc0, fc1, fc2, in float64."""
+    return from_module(mlp((4,), 3, width=6).double(), init=xavier)
+
+
+@pytest.fixture
+def setting() -> Setting:
+    """Four participating clients, three classes, a hundred rounds."""
+    return Setting(num_clients=4, num_classes=3, rounds=100)
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Batch]:
+    """Make one step's batch; `pad` appends rows that would do harm if they were read (0: a mask of ones)."""
+
+    def make(rows: int = 5, *, seed: int = 0, pad: int | None = None, shape: tuple[int, ...] = (4,), classes: int = 3,
+             round: float = 0.0, size: float | None = None) -> Batch:  # fmt: skip
+        source = torch.Generator().manual_seed(seed)
+        x = torch.randn(rows, *shape, generator=source, dtype=torch.float64)
+        y = torch.randint(0, classes, (rows,), generator=source)
+        mask = None
+        if pad is not None:
+            mask = torch.cat([torch.ones(rows), torch.zeros(pad)]).double()
+            x = torch.cat([x, torch.full((pad, *shape), 7.0).double()])
+            y = torch.cat([y, torch.ones(pad, dtype=torch.int64)])
+        number = float(rows if size is None else size)
+        return Batch(x, y, mask, rng.fold(rng.key(seed), 99), *torch.tensor([round, number]).double())
+
+    return make

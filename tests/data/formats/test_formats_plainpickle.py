@@ -1,0 +1,84 @@
+"""Laws of `plainpickle`: it reads what pickle reads of plain data, and does nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metavd.data.formats import FileError, load_cifar10, plainpickle
+from metavd.data.formats.plainpickle import PickleError, loads
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(plain, st.integers(1, 5))
+def test_equals_pickle_on_plain_data(value, protocol):
+    """What pickle wrote of plain containers comes back equal, in every binary protocol."""
+    assert loads(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("dtype", ["u1", "<i4", ">i2", "f8"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_come_back(protocol, dtype, order):
+    """Arrays of numbers in every protocol, byte order and axis order."""
+    array = np.arange(12).reshape(3, 4).astype(dtype, order=order)
+    found = loads(pickle.dumps({"data": array}, protocol))["data"]
+    assert found.dtype == array.dtype
+    np.testing.assert_array_equal(found, array)
+
+
+def test_large_strings_are_views():
+    """Python 2's strings are not copied: 150 MB of pixels stay where they are."""
+    data = b"\x80\x02T" + (1000).to_bytes(4, "little") + bytes(1000) + b"."
+    assert loads(data).obj is not None
+    assert isinstance(loads(data), memoryview)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_scalars_of_numpy(protocol):
+    """Labels that are numpy's numbers become numbers."""
+    assert loads(pickle.dumps([np.int64(3), np.uint8(200)], protocol)) == [3, 200]
+
+
+def test_hostile_pickles_are_refused_and_not_run(make, rng, tmp_path, monkeypatch):
+    """Imports, calls, extensions, bombs of memo, hash and size: one sentence each, and nothing happened."""
+    monkeypatch.chdir(tmp_path)
+    made = make.cifar(tmp_path, rng, kind=10, version="python", packed=False)
+    for name, data in make.hostile_pickles().items():
+        made.files[1].write_bytes(data)
+        with pytest.raises(FileError, match=r"data_batch_2") as caught:
+            load_cifar10(tmp_path, subset=True)
+        assert "\n" not in str(caught.value), name
+        assert not Path(make.MARK).exists(), name
+
+
+def test_refusal_names_what_was_wanted():
+    """The sentence says what the pickle wants to import, and at which byte."""
+    with pytest.raises(PickleError, match=r"byte 2: the pickle wants to import os.system") as caught:
+        loads(b"\x80\x02cos\nsystem\nU\x04evil\x85R.")
+    assert caught.value.offset == 2
+
+
+@pytest.mark.parametrize("size", range(0, 60, 7))
+def test_cut_off_anywhere(size):
+    """A pickle that is cut off is refused wherever it is cut."""
+    data = pickle.dumps({b"data": np.zeros(40, np.uint8), b"labels": [1, 2, 3]}, 2)
+    with pytest.raises(PickleError):
+        loads(data[:size])
+
+
+def test_work_is_bounded(monkeypatch):
+    """A pickle of more instructions than any dataset needs is refused, not obeyed."""
+    monkeypatch.setattr(plainpickle, "MAX_STEPS", 100)
+    with pytest.raises(PickleError, match="more than 100 instructions"):
+        loads(b"\x80\x02" + b"]" * 200 + b".")

@@ -1,0 +1,640 @@
+"""The command line: what it writes, what it says, its exit status; wrong input never leaves a trace."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from metavd import methods
+from metavd.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--set", "clients=4", "--set", "cohort=2", "--set", "width=8", "--set", "test_share=0.9"]
+"""Few clients, few training rows."""
+SHORT = ["--rounds", "3", *TINY]
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Metavd = Callable[..., Outcome]
+
+
+@pytest.fixture
+def metavd(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metavd]:
+    """Run the command line in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*argv: str | Path) -> Outcome:
+        capsys.readouterr()
+        status = 0
+        monkeypatch.setattr(sys, "argv", ["metavd", *map(str, argv)])
+        try:
+            main()
+        except SystemExit as leave:
+            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """Return every path below a folder with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def result_of(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+FIGURES = {
+    "accuracy", "accuracy_pooled", "accuracy_uniform", "worst_client", "nll", "brier", "ece_top1", "ece_flat",
+    "mce_top1", "mce_flat", "clients", "samples",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd"])
+def test_run_writes_all_that_the_issue_names(metavd: Metavd, tmp_path: Path, method: str) -> None:
+    """DIR receives config.toml, rounds.jsonl, clients.csv, checkpoint/ and a result.json with every key."""
+    outcome = metavd("run", method, "--out", "run", "--seed", "3", *SHORT)
+    assert outcome.status == 0
+    names = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
+    assert names == {"config.toml", "rounds.jsonl", "clients.csv", "checkpoint", "result.json"}
+    result = result_of(tmp_path / "run")
+    assert (result["method"], result["data"], result["seed"], result["rounds"]) == (method, "digits", 3, 3)
+    assert {"version", "device", "seconds", "gap", "diagnostics"} <= set(result)
+    for part, clients in (("test", 4), ("unseen", 6)):
+        assert set(result[part]) >= FIGURES
+        assert result[part]["clients"] == clients
+        assert 0 <= result[part]["accuracy"] <= 1
+    assert result["gap"] == pytest.approx(result["unseen"]["accuracy"] - result["test"]["accuracy"])
+    assert set(result["sparsity"]) == {"layer", "model"}
+    assert {"down", "up", "dense_down", "dense_up"} <= set(result["bytes"])
+    assert (result["diagnostics"] is None) == (method == "fedavg")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert "test" in lines[0], "an evaluation was due after every round but the last, whose is in result.json"
+    with (tmp_path / "run" / "clients.csv").open() as file:
+        clients = list(csv.DictReader(file))
+    assert [int(row["client"]) for row in clients] == list(range(10))
+    assert [int(row["unseen"]) for row in clients] == [0] * 4 + [1] * 6
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert config["method"] == method
+    assert set(config["options"]) == set(methods.options_of(method))
+
+
+def test_run_prints_a_table_for_newcomers(metavd: Metavd) -> None:
+    """Without METHOD: reptile+metavd beside fedavg; accuracy, calibration and traffic, for known and unseen clients."""
+    outcome = metavd("run", "--out", "run", *SHORT)
+    assert outcome.status == 0
+    for text in ("reptile+metavd", "fedavg", "accuracy", "calibration", "traffic", "participating", "never seen"):
+        assert text in outcome.out
+    assert result_of(Path("run"))["method"] == "reptile+metavd"
+    assert result_of(Path("run/baseline"))["method"] == "fedavg"
+
+
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd"])
+def test_config_repeats_the_run(metavd: Metavd, method: str) -> None:
+    """`metavd run --config DIR/config.toml` gives the same bits and the same configuration."""
+    assert metavd("run", method, "--out", "one", "--seed", "5", "--set", "lr=0.03", *SHORT).status == 0
+    outcome = metavd("run", "--config", "one/config.toml", "--out", "two")
+    assert outcome.status == 0, outcome.err
+    assert result_of(Path("one")) | {"seconds": 0} == result_of(Path("two")) | {"seconds": 0}
+    for name in ("config.toml", "rounds.jsonl", "clients.csv"):
+        assert Path("one", name).read_bytes() == Path("two", name).read_bytes()
+
+
+def test_settings_override_in_order(metavd: Metavd) -> None:
+    """The file is overridden by --set, and --set by the command's own options."""
+    Path("f.toml").write_text("rounds = 9\nseed = 9\nwidth = 9\n[options]\nlr = 0.009\nclip = 9.0\n")
+    arguments = ["--config", "f.toml", "--set", "lr=0.01", "--set", "seed=8", "--set", "rounds=8", "--seed", "7"]
+    assert metavd("run", "fedavg", "--out", "run", *TINY[:4], *arguments, "--rounds", "1").status == 0
+    config = tomllib.loads(Path("run/config.toml").read_text())
+    assert (config["rounds"], config["seed"], config["width"]) == (1, 7, 9)
+    assert (config["options"]["lr"], config["options"]["clip"]) == (0.01, 9.0)
+
+
+def test_set_accepts_dashes(metavd: Metavd) -> None:
+    assert metavd("run", "fedavg", "--out", "run", *SHORT, "--set", "local-epochs=2").status == 0
+    assert tomllib.loads(Path("run/config.toml").read_text())["options"]["local_epochs"] == 2
+
+
+@pytest.mark.parametrize("value", ["fit", "mean"])
+def test_how_unseen_clients_are_embedded_can_be_chosen(metavd: Metavd, value: str) -> None:
+    """The issue's option "embedding of an unseen client: mean, or fitted" can be reached by some --set."""
+    assert metavd("run", "fedavg+metavd", "--out", "run", *SHORT, "--set", f"newcomer={value}").status == 0
+
+
+def test_baseline(metavd: Metavd) -> None:
+    """--baseline runs a second method with the settings that it knows, and shows both."""
+    outcome = metavd("run", "fedavg+vd", "--out", "run", "--baseline", "fedavg", *SHORT, "--set", "beta=3")
+    assert outcome.status == 0
+    assert "fedavg+vd" in outcome.out
+    assert re.search(r"fedavg[^+]", outcome.out)
+    one, two = (tomllib.loads(Path(name, "config.toml").read_text()) for name in ("run", "run/baseline"))
+    assert (one["options"]["beta"], one["rounds"], two["rounds"], two["method"]) == (3.0, 3, 3, "fedavg")
+    assert "beta" not in two["options"]
+
+
+def test_default_folder_is_the_run_s_own(metavd: Metavd) -> None:
+    """Without --out the folder is named after what is run; the same command finds its finished run there."""
+    first = metavd("run", "fedavg", *SHORT)
+    (folder,) = Path("runs").iterdir()
+    before = snapshot(folder)
+    second = metavd("run", "fedavg", *SHORT)
+    assert (first.status, second.status) == (0, 0)
+    assert snapshot(folder) == before
+    assert "finished" in second.err
+    assert metavd("run", "fedavg", *SHORT, "--seed", "1").status == 0
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_progress_is_plain_lines_off_a_terminal(metavd: Metavd) -> None:
+    """Standard error has a line an evaluation: round, loss, accuracy, time left, and no control characters."""
+    outcome = metavd("run", "fedavg", "--out", "run", *SHORT)
+    assert re.search(r"round 1/3  loss \d+\.\d+  test \d+\.\d%  unseen \d+\.\d%  \d+ s left", outcome.err)
+    assert "\x1b" not in outcome.err
+    assert "\x1b" not in outcome.out
+
+
+# --- methods, datasets, show, help -----------------------------------------------------------------------------------
+
+
+def test_methods(metavd: Metavd) -> None:
+    outcome = metavd("methods")
+    assert outcome.status == 0
+    rows = {line.split("│")[1].strip() for line in outcome.out.splitlines() if line.startswith("│")}
+    assert set(methods.NAMES) <= rows
+    described = json.loads(metavd("methods", "--json").out)
+    assert [each["name"] for each in described] == list(methods.NAMES)
+    for each in described:
+        assert each["text"]
+        assert each["paper"]
+        assert {"name", "default", "help"} <= set(each["options"][0])
+
+
+def test_methods_name(metavd: Metavd) -> None:
+    """One method's options with defaults, ranges and the paper's search space."""
+    outcome = metavd("methods", "reptile+metavd")
+    assert outcome.status == 0
+    for option in methods.options_of("reptile+metavd"):
+        assert f"│ {option} " in outcome.out
+    assert "0.005, 0.01" in outcome.out
+    assert [each["name"] for each in json.loads(metavd("methods", "reptile", "--json").out)] == ["reptile"]
+
+
+def test_datasets(metavd: Metavd) -> None:
+    outcome = metavd("datasets")
+    assert outcome.status == 0
+    assert "digits" in outcome.out
+    (row,) = (each for each in json.loads(metavd("datasets", "--json").out) if each["name"] == "digits")
+    assert (row["defaults"]["clients"], row["defaults"]["unseen"]) == (24, 6)
+
+
+def test_show_prints_the_same_table(metavd: Metavd) -> None:
+    table = metavd("run", "fedavg", "--out", "run", *SHORT).out.split("\n\n")[0].strip()
+    outcome = metavd("show", "run")
+    assert outcome.status == 0
+    assert outcome.out.strip() == table
+    both = metavd("show", "run", "run")
+    assert both.out.count("fedavg") == 2
+
+
+def test_version_and_help(metavd: Metavd) -> None:
+    assert metavd("--version").out.startswith("metavd, version ")
+    for arguments in (["--help"], ["-h"], ["run", "--help"], ["compare", "--help"], ["show", "-h"]):
+        outcome = metavd(*arguments)
+        assert outcome.status == 0
+        assert outcome.out.startswith("Usage: metavd")
+        assert outcome.err == ""
+
+
+def test_help_keeps_the_examples_on_their_lines(metavd: Metavd) -> None:
+    text = metavd("--help").out
+    assert "\\b" not in text
+    assert re.search(r"^ *metavd run  ", text, re.MULTILINE)
+    assert re.search(r"^ *metavd show DIR  ", text, re.MULTILINE)
+
+
+def test_no_command_shows_the_help(metavd: Metavd) -> None:
+    """Bare `metavd` is not an error of the program: the help is shown as `metavd --help` shows it."""
+    outcome = metavd()
+    assert "metavd: Usage" not in outcome.err
+    assert "Usage: metavd" in outcome.out + outcome.err
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_compare_writes_a_table_and_resumes(metavd: Metavd, tmp_path: Path) -> None:
+    """Mean ± interval over seeds; a second call runs only what is missing and gives the same table."""
+    command = ["compare", "fedavg", "fedavg+ft", "--seeds", "2", "--out", "c", *SHORT]
+    first = metavd(*command)
+    assert first.status == 0
+    assert re.search(r"fedavg \S* *│ +\d+\.\d ± \d+\.\d", first.out.replace("+ft", " "))
+    assert {str(path.relative_to("c")) for path in Path("c").glob("*/*")} == {
+        f"{method}/seed-{seed}" for method in ("fedavg", "fedavg+ft") for seed in (0, 1)
+    }
+    table = json.loads(Path("c/comparison.json").read_text())
+    assert set(table["rows"]) == {"fedavg", "fedavg+ft"}
+    assert len(table["runs"]) == 4
+    mean, half = table["rows"]["fedavg"]["test accuracy %"]
+    accuracies = [100 * result_of(tmp_path / f"c/fedavg/seed-{seed}")["test"]["accuracy"] for seed in (0, 1)]
+    assert mean == pytest.approx(sum(accuracies) / 2)
+    assert half == pytest.approx(12.7062 * abs(accuracies[0] - accuracies[1]) / 2, rel=1e-4)
+    markdown = Path("c/comparison.md").read_text()
+    assert markdown.startswith("| method | test accuracy %")
+    assert f"| fedavg | {mean:.1f} ± {half:.1f} |" in markdown
+    before = snapshot(tmp_path / "c")
+    Path("c/fedavg/seed-1/result.json").unlink()
+    second = metavd(*command)
+    assert (second.status, second.out) == (0, first.out)
+    assert second.err.count("finished") == 3
+    after = snapshot(tmp_path / "c")
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert changed <= {"fedavg/seed-1/result.json", "comparison.json"}, "only `seconds` may be new"
+
+
+def test_compare_gives_options_to_the_methods_that_have_them(metavd: Metavd) -> None:
+    arguments = ["--seeds", "1", "--out", "c", "--rounds", "1", *TINY, "--set", "mu=0.5", "--page", "page.md"]
+    outcome = metavd("compare", "fedavg", "fedprox", *arguments)
+    assert outcome.status == 0
+    assert "one seed" in outcome.out
+    assert "±" not in outcome.out.split("\n", 1)[1]
+    assert tomllib.loads(Path("c/fedprox/seed-0/config.toml").read_text())["options"]["mu"] == 0.5
+    page = Path("page.md").read_text()
+    assert page.startswith("# Methods on digits")
+    assert "| fedprox |" in page
+    assert "metavd compare fedavg fedprox" in page
+
+
+def test_compare_starts_at_the_given_seed(metavd: Metavd) -> None:
+    assert metavd("compare", "fedavg", "--seeds", "1", "--seed", "4", "--out", "c", "--rounds", "1", *TINY).status == 0
+    assert [path.name for path in Path("c/fedavg").iterdir()] == ["seed-4"]
+
+
+def test_compare_with_a_run_s_config_runs_what_is_asked(metavd: Metavd) -> None:
+    """The settings of a stored run can be used for a comparison, whatever its method was."""
+    assert metavd("run", "fedavg", "--out", "run", "--rounds", "1", *TINY).status == 0
+    outcome = metavd("compare", "fedavg", "fedprox", "--seeds", "1", "--out", "c", "--config", "run/config.toml")
+    assert outcome.status == 0
+    assert result_of(Path("c/fedprox/seed-0"))["method"] == "fedprox"
+
+
+def test_compare_gives_every_method_the_same_clients(metavd: Metavd) -> None:
+    arguments = ["--seeds", "1", "--out", "c", "--rounds", "1", *TINY, "--set", "unseen=2"]
+    assert metavd("compare", "fedavg", "fedavg+metavd", *arguments).status == 0
+    assert result_of(Path("c/fedavg/seed-0"))["unseen"]["clients"] == 2
+    assert result_of(Path("c/fedavg+metavd/seed-0"))["unseen"]["clients"] == 2
+
+
+def test_compare_all_names_every_method(metavd: Metavd, tmp_path: Path) -> None:
+    """`all` stands for every method: only its settings are wrong here."""
+    refused(metavd("compare", "all", "--set", "cohort=50", "--out", "c"), ["cohort is 50"])
+    assert not (tmp_path / "c").exists()
+
+
+# --- wrong input -----------------------------------------------------------------------------------------------------
+
+
+def refused(outcome: Outcome, says: list[str], status: int = 2) -> None:
+    """One line on standard error that begins with the program's name and says what is wrong; nothing else."""
+    assert outcome.status == status, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("metavd: ")
+    assert outcome.err.endswith("\n")
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert "Traceback" not in outcome.err
+    for part in says:
+        assert part in outcome.err
+
+
+WRONG: list[tuple[list[str], list[str]]] = [
+    (["nonsense"], ["'nonsense'"]),
+    (["run", "--roundz", "3"], ["--roundz", "--rounds"]),
+    (["run", "--rounds", "many"], ["'many'", "integer"]),
+    (["run", "fedavg", "surplus"], ["surplus"]),
+    (["run", "fedavgg"], ["'fedavgg'", "fedavg"]),
+    (["run", "fedavg+metvd"], ["'metvd'", "metavd"]),
+    (["run", "fedbe+dp"], ["fedbe+dp", "+metavd"]),
+    (["run", "--data", "digts"], ["'digts'", "digits"]),
+    (["run", "fedavg", "--set", "lrr=3"], ["'lrr'", "lr"]),
+    (["run", "fedavg", "--set", "chort=3"], ["'chort'", "cohort"]),
+    (["run", "fedavg", "--set", "beta=3"], ["'beta'", "fedavg"]),
+    (["run", "fedavg", "--set", "lr=-1"], ["lr is -1", "at least 0"]),
+    (["run", "fedavg", "--set", "lr=inf"], ["lr is inf", "at least 0"]),
+    (["run", "fedavg", "--set", "lr=nan"], ["lr is nan", "at least 0"]),
+    (["run", "fedavg", "--set", "batch=x"], ["batch is 'x'", "a whole number"]),
+    (["run", "--rounds", "0"], ["rounds is 0", "between 1 and"]),
+    (["run", "--seed", "-1"], ["seed is -1", "between 0 and"]),
+    (["run", "--set", "valid=2"], ["valid is 2", "and 0.9"]),
+    (["run", "--set", "clients=2.5"], ["clients is '2.5'", "a whole number"]),
+    (["run", "--set", "model=cnnn"], ["'cnnn'", "cnn"]),
+    (["run", "--set", "dtype=half"], ["'half'", "float32"]),
+    (["run", "--set", "backend=gpu"], ["'gpu'", "loop, vmap"]),
+    (["run", "--set", "partition=dirichlt:1"], ["'dirichlt:1'", "dirichlet:0.5"]),
+    (["run", "--set", "partition=dirichlet:-1"], ["-1", "above 0"]),
+    (["run", "--set", "partition=natural"], ["natural", "dirichlet:0.5"]),
+    (["run", "fedavg", "--set", "cohort=30"], ["cohort is 30", "24 clients"]),
+    (["run", "fedavg", "--set", "clients=5000"], ["5006 clients", "at most"]),
+    (["run", "fedavg+vd", "--set", "layers=fc7"], ["'fc7'", "fc0, fc1, fc2"]),
+    (["run", "fedbe", "--set", "server_share=0"], ["server_share"]),
+    (["run", "--device", "tpu"], ["'tpu'", "auto, cpu or cuda"]),
+    (["run", "--device", "mps"], ["'mps'", "auto, cpu or cuda"]),
+    (["run", "--config", "missing.toml"], ["missing.toml", "No such file"]),
+    (["run", "--config", "folder"], ["folder", "directory"]),
+    (["run", "--config", "bad.toml"], ["bad.toml", "not TOML"]),
+    (["run", "--config", "bytes.toml"], ["bytes.toml", "not TOML"]),
+    (["run", "--config", "list.toml"], ["rounds", "list.toml"]),
+    (["run", "--config", "unknown.toml"], ["'colour'"]),
+    (["run", "--set", "lr"], ["'lr'", "key=value"]),
+    (["run", "--set", "=3"], ["'=3'", "key=value"]),
+    (["run", "fedavg", "--baseline", "fedavgg"], ["'fedavgg'", "fedavg"]),
+    (["methods", "fedavgg"], ["'fedavgg'", "fedavg"]),
+    (["show", "missing"], ["missing", "--out"]),
+    (["show", "folder"], ["folder", "--out"]),
+    (["show"], ["DIR"]),
+    (["compare"], ["METHODS"]),
+    (["compare", "fedavg", "fedavgg"], ["'fedavgg'", "fedavg"]),
+    (["compare", "fedavg", "--seeds", "0"], ["0", "1<=x<=1000"]),
+    (["compare", "fedavg", "fedprox", "--set", "lrr=3"], ["'lrr'", "lr"]),
+    (["compare", "fedavg", "--set", "cohort=30"], ["cohort is 30", "24 clients"]),
+]  # fmt: skip
+
+
+def prepare_files() -> None:
+    Path("folder").mkdir()
+    Path("folder/notes.txt").write_text("mine")
+    Path("file").write_text("mine")
+    Path("bad.toml").write_text("rounds = [")
+    Path("bytes.toml").write_bytes(b"\xff\xfe")
+    Path("list.toml").write_text("rounds = [1, 2]")
+    Path("unknown.toml").write_text('colour = "red"')
+    Path("infinite.toml").write_text("rounds = inf")
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG, ids=" ".join)
+def test_wrong_input_is_one_line_and_leaves_no_trace(
+    metavd: Metavd, tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
+    """Exit status 2, one line that names what is wrong and what would be right, and no file created or changed."""
+    prepare_files()
+    before = snapshot(tmp_path)
+    refused(metavd(*arguments), says)
+    if arguments[0] in {"run", "compare"} and len(arguments) > 1:
+        refused(metavd(*arguments, "--out", "new/run"), says)
+    assert snapshot(tmp_path) == before
+
+
+def test_infinite_number_in_a_file(metavd: Metavd) -> None:
+    prepare_files()
+    refused(metavd("run", "--config", "infinite.toml"), ["rounds is inf", "a whole number"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu(metavd: Metavd, tmp_path: Path) -> None:
+    refused(metavd("run", "--device", "cuda", "--out", "run"), ["cuda", "no CUDA GPU", "--device cpu"])
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("folder", ["folder", "not empty", "name a new or empty one"]),
+        ("file", ["file is a file", "name another --out"]),
+        ("file/below", ["file/below", "Not a directory"]),
+        ("/proc/nowhere", ["/proc/nowhere"]),
+        pytest.param("closed/run", ["closed/run", "Permission denied"],
+                     marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_folders_that_cannot_be_used(
+    metavd: Metavd, tmp_path: Path, folder: str, says: list[str], resume: list[str]
+) -> None:
+    """A folder with other files, a file, and where nothing can be written: refused, and left as they were."""
+    prepare_files()
+    Path("closed").mkdir(mode=0o500)
+    before = snapshot(tmp_path)
+    refused(metavd("run", "fedavg", "--out", folder, *SHORT, *resume), says)
+    assert snapshot(tmp_path) == before
+
+
+def test_folder_of_another_run(metavd: Metavd, tmp_path: Path) -> None:
+    """Another method, seed or option is another run; it is named and stays as it is, with --resume or without."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT).status == 0
+    before = snapshot(tmp_path)
+    for change in (["reptile"], ["fedavg", "--seed", "1"], ["fedavg", "--set", "lr=0.5"]):
+        for resume in ([], ["--resume"]):
+            outcome = metavd("run", change[0], "--out", "run", *SHORT, *change[1:], *resume)
+            refused(outcome, ["run holds another run", "fedavg on digits, seed 0", "another --out"])
+    assert snapshot(tmp_path) == before
+
+
+def test_folder_of_an_unfinished_run(metavd: Metavd, tmp_path: Path) -> None:
+    """Without --resume an unfinished run is neither continued nor overwritten; with it, it is finished."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT).status == 0
+    wanted = result_of(tmp_path / "run")
+    Path("run/result.json").unlink()
+    before = snapshot(tmp_path)
+    refused(metavd("run", "fedavg", "--out", "run", *SHORT), ["run", "unfinished", "--resume"])
+    refused(metavd("show", "run"), ["run", "--resume"])
+    assert snapshot(tmp_path) == before
+    assert metavd("run", "fedavg", "--out", "run", *SHORT, "--resume").status == 0
+    assert result_of(tmp_path / "run") | {"seconds": 0} == wanted | {"seconds": 0}
+
+
+def test_folder_that_was_killed_at_birth(metavd: Metavd) -> None:
+    """A kill -9 at any moment, also while config.toml is written for the first time: --resume starts the run."""
+    Path("run").mkdir()
+    Path("run/.lock").touch()
+    Path("run/.config.toml.partial").write_text('method = "fed')
+    outcome = metavd("run", "fedavg", "--out", "run", *SHORT, "--resume")
+    assert outcome.status == 0, outcome.err
+
+
+def test_damaged_checkpoint_is_named(metavd: Metavd, tmp_path: Path) -> None:
+    """A damaged checkpoint is named on standard error, the one before it is used, and the result is the same."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT).status == 0
+    wanted = result_of(tmp_path / "run")
+    Path("run/result.json").unlink()
+    tensors = Path("run/checkpoint/round-000003.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x00")
+    outcome = metavd("run", "fedavg", "--out", "run", *SHORT, "--resume")
+    assert outcome.status == 0
+    assert "round-000003" in outcome.err
+    assert "going on after round 2" in outcome.err
+    assert result_of(tmp_path / "run") | {"seconds": 0} == wanted | {"seconds": 0}
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "3", '"text"', "null"])
+def test_show_of_a_damaged_result(metavd: Metavd, content: str) -> None:
+    Path("run").mkdir()
+    Path("run/result.json").write_text(content)
+    refused(metavd("show", "run"), ["run/result.json", "damaged"])
+
+
+def test_run_with_a_damaged_result_can_be_run_again(metavd: Metavd) -> None:
+    """What `metavd show` says of a damaged result ("run it again") is possible: --resume writes it anew."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT).status == 0
+    Path("run/result.json").write_text("{")
+    assert metavd("run", "fedavg", "--out", "run", *SHORT, "--resume").status == 0
+    assert metavd("show", "run").status == 0
+
+
+# --- NaN -------------------------------------------------------------------------------------------------------------
+
+
+def test_nan_names_round_client_and_tensor(metavd: Metavd) -> None:
+    """A NaN in the first round: exit status 1, and one last line that names the round, the client and the tensor."""
+    outcome = metavd("run", "fedavg", "--out", "run", *SHORT, "--set", "lr=1e30", "--set", "clip=1e30")
+    assert outcome.status == 1
+    assert re.match(r"metavd: round 1: client \d+ made \S+ NaN or infinite", outcome.err.splitlines()[-1])
+    assert "Traceback" not in outcome.err
+    assert not Path("run/result.json").exists()
+
+
+DIVERGES = ["--set", "server_lr=1e8", "--set", "server_clip=1e30", "--set", "clip=1e30", "--set", "local_epochs=1"]
+
+
+def test_last_good_checkpoint_survives_a_nan(metavd: Metavd) -> None:
+    """Rounds 1 and 2 are finite, round 3 is not: the checkpoint of round 2 is kept, and resuming fails alike."""
+    arguments = ["run", "fedavg", "--out", "run", "--rounds", "9", *TINY, *DIVERGES]
+    arguments += ["--set", "checkpoint_every=9", "--set", "eval_every=9"]
+    outcome = metavd(*arguments)
+    assert outcome.status == 1
+    said = outcome.err.splitlines()[-1]
+    found = re.match(r"metavd: round (\d): client \d+ made \S+ NaN or infinite.*checkpoint of round (\d) is kept", said)
+    assert found is not None, said
+    bad, good = map(int, found.groups())
+    assert good == bad - 1 > 0
+    assert [path.stem for path in Path("run/checkpoint").glob("*.json")] == [f"round-{good:06d}"]
+    assert len(Path("run/rounds.jsonl").read_text().splitlines()) == good
+    again = metavd(*arguments, "--resume")
+    assert again.status == 1
+    assert f"round {bad}: client" in again.err.splitlines()[-1]
+    assert Path(f"run/checkpoint/round-{good:06d}.json").exists()
+
+
+def test_nan_answers_stop_the_run(metavd: Metavd) -> None:
+    """Weights may be finite and answers not: the run fails and names the round and the client."""
+    outcome = metavd("run", "fedavg", "--out", "run", "--rounds", "2", *TINY, *DIVERGES, "--set", "eval_every=2")
+    assert outcome.status == 1
+    assert re.match(
+        r"metavd: round 2: client \d+ answers .*NaN.*checkpoint of round 2 is kept", outcome.err.splitlines()[-1]
+    )
+    assert not Path("run/result.json").exists()
+
+
+# --- signals and the real program ------------------------------------------------------------------------------------
+
+
+def spawn(*arguments: str | Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "metavd", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for_rounds(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    rounds = folder / "rounds.jsonl"
+    until = time.monotonic() + 60
+    while not (rounds.exists() and rounds.read_text().count("\n") >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_interrupted_run_saves_and_says_how_to_resume(metavd: Metavd, tmp_path: Path) -> None:
+    """SIGINT, then SIGTERM after resuming: exit status 1, a checkpoint of the last round, one line of advice."""
+    command = ["run", "fedavg", "--out", str(tmp_path / "run"), "--rounds", "2000", *TINY]
+    command += ["--set", "checkpoint_every=2000", "--set", "eval_every=2000"]
+    done = 0
+    for resume, number in (([], signal.SIGINT), (["--resume"], signal.SIGTERM)):
+        process = spawn(*command, *resume)
+        wait_for_rounds(process, tmp_path / "run", done + 3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert out == ""
+        assert "Traceback" not in err
+        found = re.fullmatch(r"metavd: stopped after round (\d+);.*--resume.*", err.splitlines()[-1])
+        assert found is not None, err
+        assert f"going on after round {done}" in err or not resume
+        done = int(found[1])
+        assert (tmp_path / "run" / "checkpoint" / f"round-{done:06d}.json").exists()
+        assert (tmp_path / "run" / "rounds.jsonl").read_text().count("\n") in {done, done + 1}
+    refused(metavd(*command), ["unfinished", "--resume"])
+
+
+def test_second_process_is_kept_out(metavd: Metavd, tmp_path: Path) -> None:
+    """While a run is being written, a second process on the same folder is refused and changes nothing."""
+    command = ["run", "fedavg", "--out", str(tmp_path / "run"), "--rounds", "2000", *TINY]
+    process = spawn(*command)
+    try:
+        wait_for_rounds(process, tmp_path / "run", 1)
+        refused(metavd(*command, "--resume"), ["another process", str(tmp_path / "run")])
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_module_and_script_give_the_exit_status() -> None:
+    """`python -m metavd` and `metavd` are the same program."""
+    assert (
+        "fedavg"
+        in subprocess.run(
+            [sys.executable, "-m", "metavd", "methods"], capture_output=True, text=True, check=True
+        ).stdout
+    )
+    script = Path(sys.executable).parent / "metavd"
+    if script.exists():
+        wrong = subprocess.run([script, "run", "fedavgg"], capture_output=True, text=True, check=False)
+        refused(Outcome(wrong.returncode, wrong.stdout, wrong.stderr), ["'fedavgg'"])
+
+
+@pytest.mark.parametrize("program", [["-m", "metavd"], ["-c", "from metavd.__main__ import main; main()"]])
+def test_interrupted_while_torch_is_loaded(tmp_path: Path, program: list[str]) -> None:
+    """Ctrl-C in the seconds before a run begins: exit status 1 and one line, as at any other time."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, *program, "run", "fedavg", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    refused(Outcome(done.returncode, done.stdout, done.stderr), ["stopped"], status=1)
+
+
+def test_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """`metavd methods | head -1`: the reader has seen enough, and no complaint follows."""
+    command = f"{sys.executable} -m metavd methods --json | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[", "")
+
+
+def test_kill_and_resume() -> None:
+    """The short form of scripts/kill_and_resume.py: kill -9 at random moments leaves no trace in what comes out."""
+    script = ROOT / "scripts" / "kill_and_resume.py"
+    command = [sys.executable, str(script), "--trials", "3", "--rounds", "8", "--method", "reptile+metavd"]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert outcome.stdout.count(": identical") == 3

@@ -1,0 +1,356 @@
+"""Every method by name: it runs, from its seed alone, alike on every backend, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import metavd
+from metavd import methods
+from metavd.core import rng
+from metavd.core.model import from_module, mlp, xavier
+from metavd.core.types import ServerState
+from metavd.data.source import load
+from metavd.engine.backend import loop, threads_for, vectorized
+from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
+from metavd.engine.simulate import simulate
+from metavd.evaluate.personal import answers
+from metavd.experiment.run import Setup, Silent, prepare, start
+from metavd.experiment.spec import Experiment
+
+FIELDS = {
+    "clients": 6, "unseen": 2, "cohort": 3, "rounds": 3, "width": 8, "dtype": "float64", "eval_every": 3,
+    "test_share": 0.8,
+}  # fmt: skip
+"""All of digits, most of it to test on: some 45 training rows a client keep 32 methods quick."""
+CHEAP = {
+    "batch": 16, "local_epochs": 1, "hyper_width": 8, "server_share": 0.1, "distill_steps": 8, "teachers": 2,
+    "chains": 2, "sweeps": 1, "drop_from": 1, "threshold": 0.2,
+}  # fmt: skip
+"""Settings that make any method quick; each takes those it has. The threshold is low, so that +dp drops weights."""
+
+BACKENDS = {"loop": loop, "vmap": vectorized(3), "chunks of 2": vectorized(2)}
+
+VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fedavg+metavd", {"newcomer": "fit", "fit_steps": 2, "predict": "draws", "samples": 2}),
+    ("reptile+metavd", {"variant": "released"}),
+    ("reptile+metavd", {"per": "input"}),
+    ("maml+metavd", {"spread": "logalpha", "rate": 0.3, "kl": "elbo", "layers": "fc0,fc1"}),
+    ("reptile+metavd+dp", {"variant": "released"}),
+    ("reptile+metavd+dp", {"per": "input", "rate": 0.3}),
+    ("reptile+ensemblevd", {"variant": "released"}),
+    ("perfedavg+vd", {"variant": "released"}),
+    ("perfedavg", {"product": "difference"}),
+    ("maml", {"meta_batches": "independent", "adapt_steps": 3}),
+    ("maml+snip", {"variant": "released"}),
+    ("fedbe", {"variant": "released", "teacher_law": "dirichlet"}),
+    ("pfedgp", {"extra_points": 2, "novel": "zero", "local_steps": 2}),
+    ("pfedgp", {"limit": 20}),
+)
+"""Options that change what clients compute: these must agree between backends and resume too."""
+
+
+@functools.cache
+def digits() -> Any:
+    return load("digits")
+
+
+def setup_of(name: str, options: dict[str, Any] | None = None) -> Setup:
+    known = methods.options_of(name)
+    chosen = {key: value for key, value in CHEAP.items() if key in known} | (options or {})
+    return prepare(Experiment(method=name, **FIELDS, options=chosen), digits())
+
+
+def trained(setup: Setup, state: ServerState | None = None, *, backend: str = "loop", rounds: int = 3) -> ServerState:
+    first = state or start(setup)
+    with threads_for(0, "cpu"):
+        steps = simulate(setup.algorithm, setup.pool, first, rounds=rounds, cohort=3, backend=BACKENDS[backend])
+        *_, (last, record) = steps
+    assert math.isfinite(record.loss)
+    return last
+
+
+@functools.cache
+def _reference(name: str, options: str) -> tuple[Setup, ServerState, list[np.ndarray]]:
+    setup = setup_of(name, json.loads(options))
+    state = trained(setup)
+    return setup, state, probabilities(setup, state)
+
+
+def reference(name: str, options: dict[str, Any] | None = None) -> tuple[Setup, ServerState, list[np.ndarray]]:
+    """Return the uninterrupted run of the loop, computed once for all tests."""
+    return _reference(name, json.dumps(options or {}))
+
+
+def probabilities(setup: Setup, state: ServerState, backend: str = "loop") -> list[np.ndarray]:
+    """Return the answers of all clients, participating and unseen."""
+    groups = (range(6), range(6, 8))
+    with threads_for(0, "cpu"):
+        return [
+            result.probs
+            for clients in groups
+            for result, _ in answers(setup.algorithm, setup.pool, state, clients, BACKENDS[backend])
+        ]
+
+
+def assert_agree(one: ServerState, two: ServerState) -> None:
+    """Same names in the same order, and all numbers within 1e-10."""
+    for part in ("params", "slots"):
+        left, right = getattr(one, part), getattr(two, part)
+        assert list(left) == list(right)
+        for name in left:
+            torch.testing.assert_close(
+                left[name], right[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert int(one.round) == int(two.round)
+    assert int(one.key) == int(two.key)
+
+
+# --- the 3-round law of every method ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_finite_and_seeded(name: str) -> None:
+    """Law: 3 rounds on digits are finite; the seed decides every bit, and another seed gives another model."""
+    setup, state, answered = reference(name)
+    for value in (*state.params.values(), *state.slots.values()):
+        assert torch.isfinite(value).all()
+    for probs in answered:
+        assert np.isfinite(probs).all()
+        assert (probs >= 0).all()
+        np.testing.assert_allclose(probs.sum(1), 1.0, atol=1e-9)
+    assert state_hash(trained(setup_of(name))) == state_hash(state)
+    other = setup.algorithm.server.init(rng.key(1))
+    assert state_hash(trained(setup, other)) != state_hash(state)
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_backends_agree(name: str) -> None:
+    """Parity: vmap == loop == chunked vmap to 1e-10, the server's state and every client's probabilities."""
+    check_backends(*reference(name))
+
+
+@pytest.mark.parametrize(("name", "options"), VARIATIONS)
+def test_backends_agree_under_options(name: str, options: dict[str, Any]) -> None:
+    """Parity: the same for options that change what a client computes."""
+    check_backends(*reference(name, options))
+
+
+def check_backends(setup: Setup, wanted_state: ServerState, expected: list[np.ndarray]) -> None:
+    for backend in ("vmap", "chunks of 2"):
+        state = trained(setup, backend=backend)
+        assert_agree(state, wanted_state)
+        for mine, wanted in zip(probabilities(setup, state, backend), expected, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in methods.NAMES), *VARIATIONS], ids=lambda value: str(value or "")
+)
+def test_resumes_from_a_checkpoint(name: str, options: dict[str, Any], tmp_path: Any) -> None:
+    """Law: stopped after round 2, stored and loaded into a fresh setup, a run ends with the same bits."""
+    setup, straight, expected = reference(name, options)
+    save_checkpoint(tmp_path, trained(setup, rounds=2), {"note": 1})
+    found = load_checkpoint(tmp_path)
+    assert found is not None
+    again = setup_of(name, options)
+    resumed = trained(again, found[0])
+    assert state_hash(resumed) == state_hash(straight)
+    for mine, wanted in zip(probabilities(again, resumed), expected, strict=True):
+        assert np.array_equal(mine, wanted)
+
+
+class Crash(Exception):  # noqa: N818
+    """Power off."""
+
+
+class CrashingAt(Silent):
+    """Stops a run in the middle, as kill would: nothing of the run's own clean-up knows this exception."""
+
+    def __init__(self, round: int) -> None:
+        self.at = round
+
+    def round(self, record: Any) -> None:
+        if record.round == self.at:
+            raise Crash
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_stopped_folder_resumes_to_the_same_result(name: str, tmp_path: Any) -> None:
+    """Law: a run that dies in round 3 and is resumed from its folder has the same result but for the seconds."""
+    options = {key: value for key, value in CHEAP.items() if key in methods.options_of(name)}
+    settings = {**FIELDS, "clients": 4, "unseen": 1, **options, "method": name, "checkpoint_every": 1}
+    straight = metavd.run(out=tmp_path / "straight", **settings)
+    with pytest.raises(Crash):
+        metavd.run(out=tmp_path / "broken", listener=CrashingAt(3), **settings)
+    resumed = metavd.run(out=tmp_path / "broken", resume=True, **settings)
+    assert resumed["model_sha256"] == straight["model_sha256"]
+    assert resumed | {"seconds": 0} == straight | {"seconds": 0}
+    for file in ("rounds.jsonl", "clients.csv"):
+        assert (tmp_path / "broken" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", [name for name in methods.NAMES if name.endswith("+dp")])
+def test_dp_drops_something_here(name: str) -> None:
+    """The tests above are about +dp only if weights are dropped: its masks are neither all ones nor all zeros."""
+    setup, state, _ = reference(name)
+    received = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)
+    mask = received["fc1.mask"]
+    assert 0 < float(mask.mean()) < 1
+
+
+# --- grammar ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_the_issue_are_listed() -> None:
+    """Every base, fedavg+ft, each regulariser on its four bases, and +dp on the +metavd family."""
+    bases = {"fedavg", "fedprox", "reptile", "maml", "perfedavg", "fedbe", "pfedgp"}
+    four = ("fedavg", "reptile", "maml", "perfedavg")
+    parts = ("metavd", "vd", "ensemblevd", "dropout", "snip", "metavd+dp")
+    assert bases | {"fedavg+ft"} | {f"{base}+{part}" for base in four for part in parts} == set(methods.NAMES)
+    assert len(set(methods.NAMES)) == len(methods.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [("FedAvg", "fedavg"), ("reptile+dp+metavd", "reptile+metavd+dp"), ("fedavg+ft+vd", "fedavg+vd+ft")],
+)
+def test_spelling_is_canonical(name: str, canonical: str) -> None:
+    assert methods.check(name) == canonical
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fedavgg", ["'fedavgg'", "fedavg"]),
+        ("reptyle+metavd", ["'reptyle+metavd'", "reptile+metavd"]),
+        ("", ["''", "did you mean"]),
+        ("reptile+metvd", ["'metvd'", "metavd"]),
+        ("reptile+", ["''", "did you mean"]),
+        ("reptile+vd+metavd", ["vd and metavd", "one at most"]),
+        ("reptile+vd+vd", ["vd and vd"]),
+        ("reptile+metavd+dp+dp", ["twice"]),
+        ("fedbe+dp", ["'fedbe+dp'", "+metavd", "fedbe lacks", "reptile+metavd+dp"]),
+        ("reptile+dp", ["+metavd", "reptile lacks"]),
+        ("reptile+vd+dp", ["+metavd"]),
+        ("fedbe+metavd", ["fedavg, reptile, maml, perfedavg"]),
+        ("pfedgp+vd", ["fedavg, reptile, maml, perfedavg"]),
+        ("reptile+ft", ["+ft", "already has", "fedavg"]),
+        ("maml+ft", ["+ft", "fedavg"]),
+        ("fedbe+ft", ["+ft", "fedavg"]),
+        ("pfedgp+ft", ["+ft", "fedavg"]),
+    ],
+)
+def test_impossible_names_are_explained(name: str, says: list[str]) -> None:
+    """A name that is no method says in one line what is wrong and what would be right."""
+    with pytest.raises(methods.MethodError) as error:
+        methods.check(name)
+    text = str(error.value)
+    assert "\n" not in text
+    for part in says:
+        assert part in text
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_defaults_and_searched_values_are_allowed(name: str) -> None:
+    """Each option's default, and each value that the paper searched, passes the option's own check unchanged."""
+    for option in methods.options_of(name).values():
+        for value in (option.default, *(option.search or ()), *(option.choices or ())):
+            assert option.check(value) == value
+            assert option.check(str(value)) == value, "as --set gives it"
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_released_values_are_allowed(name: str) -> None:
+    """variant=released changes options of the method to values that pass their checks, and only those."""
+    known = methods.options_of(name)
+    plain, released = methods.resolve(name), methods.resolve(name, {"variant": "released"})
+    assert set(plain) == set(released) == set(known)
+    for key, value in released.items():
+        assert known[key].check(value) == value
+        if key not in methods.RELEASED and key != "variant":
+            assert value == plain[key]
+
+
+def test_given_options_override_the_variant() -> None:
+    chosen = methods.resolve("reptile+metavd", {"variant": "released", "samples": 7})
+    assert (chosen["samples"], chosen["average"]) == (7, "logits")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("fedavg", {"learning_rate": 1}, ["'learning_rate'", "'fedavg'", "did you mean"]),
+        ("fedavg", {"bacth": 3}, ["'bacth'", "batch"]),
+        ("fedavg", {"beta": 3}, ["'beta'"]),
+        ("reptile+metavd", {"bta": 3}, ["'bta'", "beta"]),
+        ("fedavg", {"lr": -1}, ["lr is -1", "at least 0"]),
+        ("fedavg", {"lr": "nan"}, ["lr is nan", "at least 0"]),
+        ("fedavg", {"clip": "inf"}, ["clip is inf", "at least 0"]),
+        ("fedavg", {"lr": "fast"}, ["lr is 'fast'", "a number"]),
+        ("fedavg", {"batch": 0}, ["batch is 0", "at least 1"]),
+        ("fedavg", {"batch": 2.5}, ["batch is 2.5", "a whole number"]),
+        ("fedavg+snip", {"sparsity": 1.5}, ["sparsity is 1.5", "between 0 and 0.999"]),
+        ("fedavg+metavd", {"per": "row"}, ["per is 'row'", "weight, input"]),
+        ("fedavg+metavd", {"variant": "paper"}, ["variant is 'paper'", "default, released"]),
+        ("fedbe", {"server_share": 0.9}, ["server_share is 0.9", "between 0 and 0.5"]),
+        ("fedavg+metavd+dp", {"threshold": -0.1}, ["threshold is -0.1", "between 0 and 1"]),
+    ],
+)
+def test_wrong_options_are_explained(name: str, options: dict[str, Any], says: list[str]) -> None:
+    """An unknown option names the nearest ones, a wrong value names what is allowed; one line each."""
+    with pytest.raises(methods.MethodError) as error:
+        methods.resolve(name, options)
+    text = str(error.value)
+    assert "\n" not in text
+    for part in says:
+        assert part in text
+
+
+@pytest.mark.parametrize("layers", ["fc9", "", " , "])
+@pytest.mark.parametrize("name", ["fedavg+metavd", "fedavg+dropout", "fedavg+snip"])
+def test_layers_are_named_or_refused(name: str, layers: str) -> None:
+    """The option layers must name layers of the model; the message lists them."""
+    model = from_module(mlp((1, 8, 8), 10), init=xavier)
+    setting = methods.Setting(num_clients=2, num_classes=10, rounds=1)
+    with pytest.raises(methods.MethodError, match="fc0, fc1, fc2"):
+        methods.algorithm(name, model, setting, {"layers": layers})
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_describe(name: str) -> None:
+    """A description has a text, a paper, and options with a default, a meaning and the paper's search space."""
+    about = methods.describe(name)
+    assert json.loads(json.dumps(about))["name"] == name
+    assert about["text"].strip()
+    assert about["paper"].strip()
+    options = {option["name"]: option for option in about["options"]}
+    assert set(options) == set(methods.options_of(name))
+    for option in options.values():
+        assert option["help"].strip()
+        assert "default" in option
+    searched = {key for key, option in options.items() if option.get("search")}
+    expected = {"lr"}
+    if name.startswith(("reptile", "maml", "perfedavg")):
+        expected.add("server_lr")
+    if name.startswith(("maml", "perfedavg")):
+        expected.add("outer_lr")
+    if set(name.split("+")) & {"metavd", "vd", "ensemblevd"}:
+        expected.add("beta")
+    assert expected <= searched
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_no_option_has_the_name_of_a_setting(name: str) -> None:
+    """--set KEY=VALUE and config.toml name settings and options alike, so no name may mean two things."""
+    assert not {field.name for field in fields(Experiment)} & set(methods.options_of(name))
