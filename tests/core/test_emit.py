@@ -77,22 +77,24 @@ def test_one_for_all(net, noise, first):
         assert_same(emits.apply(params, client(number), ROUND), params)
 
 
-def test_what_is_sent_is_clamped_already():
-    """VD sends clamp(lambda); as released, the server's gradient stops at that clamp (section 14, point 2)."""
-    net = from_module(small_cnn((1, 4, 4), 3, width=2).double())
-    stored = torch.tensor([-20.0, -8.5, 1.0, 20.0]).double()
+@pytest.mark.parametrize("owned", [False, True], ids=["VD", "EnsembleVD"])
+def test_what_is_sent_is_clamped_already(net, owned):
+    """Both send clamp(lambda); as released, the server's gradient stops at that clamp (section 14, point 2)."""
+    ends = torch.tensor([-20.0, -8.5, -1.0, 20.0]).double()
     for noise, slopes in ((RELEASED, [0.0, 1.0, 1.0, 0.0]), (NOISE, [1.0] * 4)):
-        emits = emit.one_for_all(emit.shared(net), net, noise)
+        base = emit.shared(net)
+        emits = emit.one_per_client(base, net, noise, N) if owned else emit.one_for_all(base, net, noise)
         params = emits.init(rng.key(0))
-        value = params["fc1.logvar"].flatten()
-        value = torch.cat([stored - noise.offset, value[4:]]).reshape(params["fc1.logvar"].shape)
+        name = "server.client.fc1.logvar" if owned else "fc1.logvar"
+        stored = params[name].clone()
+        stored[..., 0, :4] = ends - noise.offset
 
-        def sent(value, emits=emits, params=params):
-            return emits.apply(params | {"fc1.logvar": value}, client(0), ROUND)["fc1.logvar"].flatten()[:4]
+        def sent(value, emits=emits, params=params, name=name):
+            return emits.apply(params | {name: value}, client(1), ROUND)["fc1.logvar"][0, :4]
 
-        assert_close(sent(value) + noise.offset, stored.clamp(noise.low, noise.high), rtol=0, atol=1e-12)
-        slope = grad(lambda value, sent=sent: sent(value).sum())(value).flatten()
-        assert slope[:4].tolist() == slopes
+        assert_close(sent(stored) + noise.offset, ends.clamp(noise.low, noise.high), rtol=0, atol=1e-12)
+        slope = grad(lambda value, sent=sent: sent(value).sum())(stored)
+        assert (slope[1] if owned else slope)[0, :4].tolist() == slopes
 
 
 def test_one_per_client(net):
