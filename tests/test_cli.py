@@ -146,6 +146,13 @@ def test_how_unseen_clients_are_embedded_can_be_chosen(metavd: Metavd, value: st
     assert metavd("run", "fedavg+metavd", "--out", "run", *SHORT, "--set", f"newcomer={value}").status == 0
 
 
+def test_one_set_may_have_several_settings(metavd: Metavd) -> None:
+    """`--set a=1 b=2` reads both, as the usage line shows it."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT, "--set", "lr=0.03", "clip=4", "seed=3").status == 0
+    stored = tomllib.loads(Path("run/config.toml").read_text())
+    assert (stored["options"]["lr"], stored["options"]["clip"], stored["seed"]) == (0.03, 4.0, 3)
+
+
 def test_baseline(metavd: Metavd) -> None:
     """--baseline runs a second method with the settings that it knows, and shows both."""
     outcome = metavd("run", "fedavg+vd", "--out", "run", "--baseline", "fedavg", *SHORT, "--set", "beta=3")
@@ -375,7 +382,9 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["show", "missing"], ["missing", "--out"]),
     (["show", "folder"], ["folder", "--out"]),
     (["show"], ["DIR"]),
-    (["compare"], ["METHODS"]),
+    (["compare"], ["METHOD"]),
+    (["compare", "lr=1"], ["at least one method"]),
+    (["run", "fedavg", "reptile"], ["fedavg and reptile", "metavd compare"]),
     (["compare", "fedavg", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["compare", "fedavg", "--seeds", "0"], ["0", "1<=x<=1000"]),
     (["compare", "fedavg", "fedprox", "--set", "lrr=3"], ["'lrr'", "lr"]),

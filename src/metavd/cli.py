@@ -112,6 +112,11 @@ def settings_of(config: str | None, pairs: Sequence[str], given: Mapping[str, An
     return values | {key: value for key, value in given.items() if value is not None}
 
 
+def _words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell methods from settings: `--set lr=0.1 beta=2` may go on without another --set."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
 def experiment_of(settings: Mapping[str, Any], method: str | None) -> Experiment:
     """Build the experiment that a command asks for."""
     base = with_settings(Experiment(), {"method": catalogue.check(method)}) if method else Experiment()
@@ -157,21 +162,25 @@ def cli(context: click.Context) -> None:
 
 
 @cli.command("run")
-@click.argument("method", required=False)
+@click.argument("words", nargs=-1, metavar="[METHOD] [KEY=VALUE]...")
 @_shared
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.")
 @click.option(
     "--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]"
 )
 def run_command(
-    *, method: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], resume: bool,
+    *, words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...], resume: bool,
     baseline: str | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train METHOD and show how well every client is served.
 
     Without METHOD: reptile+metavd, and fedavg under the same conditions beside it.
     """
-    settings = settings_of(config, pairs, given)
+    names, more = _words(words)
+    if len(names) > 1:
+        raise SpecError(f"run takes one method, but got {' and '.join(names)}; metavd compare takes several")
+    method = names[0] if names else None
+    settings = settings_of(config, [*pairs, *more], given)
     if method is None and "method" not in settings and baseline is None:
         baseline = "fedavg"
     wanted = experiment_of(settings, method)
@@ -200,20 +209,23 @@ def default_folder(experiment: Experiment) -> Path:
 
 
 @cli.command("compare")
-@click.argument("methods", nargs=-1, required=True)
+@click.argument("words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
 @_shared
 @click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds a method.")
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
 def compare_command(
-    *, methods: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...],
+    *, words: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...],
     page: str | None, **given: Any,
 ) -> None:  # fmt: skip
-    """Train several METHODS with several seeds; mean and 95 % interval in one table.
+    """Train several METHODs with several seeds; mean and 95 % interval in one table.
 
-    METHODS may be the one word all. Finished runs in DIR are read, not run again; unfinished ones go on.
+    METHOD may be the one word all. Finished runs in DIR are read, not run again; unfinished ones go on.
     """
-    settings = settings_of(config, pairs, given)
-    names = list(catalogue.NAMES) if methods == ("all",) else [catalogue.check(name) for name in dict.fromkeys(methods)]
+    methods, more = _words(words)
+    if not methods:
+        raise SpecError("compare needs at least one method, for example metavd compare fedavg reptile+metavd")
+    settings = settings_of(config, [*pairs, *more], given)
+    names = list(catalogue.NAMES) if methods == ["all"] else [catalogue.check(name) for name in dict.fromkeys(methods)]
     folder = Path(out) if out else Path("runs") / "compare"
     reporter = Reporter()
     try:
@@ -260,7 +272,17 @@ def methods_command(name: str | None, as_json: bool) -> None:
     for about in described:
         table.add_row(about["name"], about["text"], about["paper"])
     out.print(table)
-    click.echo("metavd methods NAME shows a method's options; metavd methods --json shows everything.")
+    table = Table("part of a method", "its options = defaults, and in braces what the paper searched")
+    for sign, entries in (("", catalogue.BASES), ("+", catalogue.REGULARISERS), ("+", catalogue.EXTRAS)):
+        for part, entry in entries.items():
+            table.add_row(sign + part, ", ".join(_brief(option) for option in entry.options))
+    out.print(table)
+    click.echo("metavd methods NAME explains a method's options; metavd methods --json shows everything.")
+
+
+def _brief(option: catalogue.Option) -> str:
+    searched = option.search and f" {{{option.search[0]:g}..{option.search[-1]:g}}}"
+    return f"{option.name}={_text(option.default)}{searched or ''}"
 
 
 def _text(value: object) -> str:
