@@ -135,6 +135,17 @@ def test_settings_override_in_order(metavd: Metavd) -> None:
     assert (config["options"]["lr"], config["options"]["clip"]) == (0.01, 9.0)
 
 
+def test_settings_may_follow_one_set(metavd: Metavd) -> None:
+    """`--set lr=0.1 clip=2` is two settings, for `run` and for `compare`."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT, "--set", "lr=0.1", "clip=2", "eval_every=3").status == 0
+    config = tomllib.loads(Path("run/config.toml").read_text())
+    assert (config["options"]["lr"], config["options"]["clip"], config["eval_every"]) == (0.1, 2.0, 3)
+    command = ["compare", "fedavg", "--seeds", "1", "--out", "c", "--rounds", "1", *TINY, "--set", "lr=0.1", "clip=2"]
+    assert metavd(*command).status == 0
+    config = tomllib.loads(Path("c/fedavg/seed-0/config.toml").read_text())
+    assert (config["options"]["lr"], config["options"]["clip"]) == (0.1, 2.0)
+
+
 def test_set_accepts_dashes(metavd: Metavd) -> None:
     assert metavd("run", "fedavg", "--out", "run", *SHORT, "--set", "local-epochs=2").status == 0
     assert tomllib.loads(Path("run/config.toml").read_text())["options"]["local_epochs"] == 2
@@ -647,3 +658,18 @@ def test_kill_and_resume() -> None:
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert outcome.stdout.count(": identical") == 3
+
+
+def test_resume_needs_no_more_than_the_folder(metavd: Metavd) -> None:
+    """An unfinished run knows what it is: `metavd run --out DIR --resume` goes on with its settings."""
+    assert metavd("run", "fedprox", "--out", "run", "--seed", "2", *SHORT).status == 0
+    wanted = result_of(Path("run"))
+    Path("run/result.json").unlink()
+    assert metavd("run", "--out", "run", "--resume").status == 0
+    assert result_of(Path("run")) | {"seconds": 0} == wanted | {"seconds": 0}
+
+
+def test_few_clients_need_no_cohort(metavd: Metavd) -> None:
+    """A dataset's default cohort shrinks to the clients there are; one that was asked for does not."""
+    assert metavd("run", "fedavg", "--out", "run", "--rounds", "1", "--set", "clients=3", "test_share=0.9").status == 0
+    assert tomllib.loads(Path("run/config.toml").read_text())["cohort"] == 3

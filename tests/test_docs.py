@@ -79,9 +79,10 @@ def test_every_metavd_command_in_the_docs_exists(words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     name, *arguments = words[1:]
     given = cli.commands[name].make_context(name, arguments).params
-    for method in [given.get("method"), *given.get("methods", ())]:
-        base = with_settings(Experiment(), {"method": methods.check(method)} if method else {})
-        with_settings(base, settings_of(None, given.get("pairs", ()), {}))
+    words = given.get("words", ())
+    settings = settings_of(None, [*given.get("pairs", ()), *(word for word in words if "=" in word)], {})
+    for method in [word for word in words if "=" not in word] or ["reptile+metavd"]:
+        with_settings(with_settings(Experiment(), {"method": methods.check(method)}), settings)
 
 
 def test_every_make_target_in_the_docs_exists():

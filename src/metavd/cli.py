@@ -180,6 +180,8 @@ def run_command(
     if len(names) > 1:
         raise SpecError(f"run takes one method, but got {' and '.join(names)}; metavd compare takes several")
     method = names[0] if names else None
+    if resume and out and not config and not method and Store(Path(out)).is_run():
+        config = str(Store(Path(out)).config)  # an unfinished run knows what it is
     settings = settings_of(config, [*pairs, *more], given)
     if method is None and "method" not in settings and baseline is None:
         baseline = "fedavg"

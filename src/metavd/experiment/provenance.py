@@ -24,11 +24,17 @@ def commit() -> str | None:
     try:
         answers = [
             subprocess.run(["git", "-C", str(here), *command], capture_output=True, text=True, timeout=10, check=True)
-            for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no", "."])
+            for command in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no", "."],
+                ["rev-parse", "--show-toplevel"],
+            )
         ]
     except (OSError, subprocess.SubprocessError):
         note = here / "commit.txt"
         return note.read_text().strip() if note.exists() else None
+    if Path(answers[2].stdout.strip()).resolve() / "src" / "metavd" != here:
+        return None  # installed inside somebody else's checkout
     return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
 
 

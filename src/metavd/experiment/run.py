@@ -110,11 +110,13 @@ def _content(source: Source | None, module: nn.Module | Model | None) -> str:
     if source is not None:
         for array in (source.x, source.y, source.test, source.client):
             if array is not None:
+                digest.update(f"{array.dtype}{array.shape}".encode())
                 digest.update(np.ascontiguousarray(array).tobytes())
     if module is not None:
+        digest.update(b"" if isinstance(module, Model) else str(module).encode())
         network = module.init(rng.key(0)) if isinstance(module, Model) else dict(module.named_parameters())
         for name, value in network.items():
-            digest.update(name.encode() + value.detach().double().cpu().numpy().tobytes())
+            digest.update(f"{name}{tuple(value.shape)}".encode() + value.detach().double().cpu().numpy().tobytes())
     return "" if source is None and module is None else digest.hexdigest()[:12]
 
 
@@ -246,8 +248,8 @@ def check_folder(store: Store, setup: Setup, *, resume: bool) -> None:
         return
     there = resolve(with_settings(Experiment(), from_toml(store.config)), setup.pool.federation.source)
     if spec_hash(there) != spec_hash(setup.experiment):
-        other = f"{there.method} on {there.data}, seed {there.seed}"
-        raise StoreError(f"the folder {store.folder} holds another run ({other}, other settings); name another --out")
+        other = f"{there.method} on {there.data}, seed {there.seed}; other settings, data or network"
+        raise StoreError(f"the folder {store.folder} holds another run ({other}); name another --out")
     if not resume and not store.is_finished():
         raise StoreError(
             f"the folder {store.folder} holds an unfinished run; go on with --resume, or name another --out"

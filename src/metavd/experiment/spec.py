@@ -154,6 +154,8 @@ def resolve(experiment: Experiment, own: Source | None = None) -> Experiment:
     known = methods.options_of(experiment.method)
     values = {f.name: getattr(experiment, f.name) for f in fields(Experiment)}
     values |= {key: defaults[key] for key in _GENERIC if values[key] == getattr(_OPEN, key)}
+    if not experiment.cohort:
+        values["cohort"] = min(values["cohort"], values["clients"])
     values["eval_every"] = values["eval_every"] or max(1, values["rounds"] // 10)
     values["checkpoint_every"] = values["checkpoint_every"] or max(1, min(50, values["rounds"] // 10))
     if values["device"] == "auto":
