@@ -84,7 +84,7 @@ def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str
         f"Written by `{command}`; commit {', '.join(commits)}, metavd {first['version']}, torch {first['torch']}, "
         f"Python {first['python']}, {first['machine']}, device {first['device']}, "
         f"{sum(result['seconds'] for result in results):.0f} s of runs. What the command does not name has its default "
-        "(`metavd methods NAME`), so no setting was chosen by looking at these clients.",
+        "(`metavd methods NAME`).",
     ]
     return "\n".join(about) + "\n"
 
