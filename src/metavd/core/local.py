@@ -153,8 +153,9 @@ def hf_maml(
         w' = w - lr clip(grad inner(w; B1)),    g = grad outer(w'; B2),    w <- w - outer_lr clip(g - lr H(w; B3) g)
 
     `trust` bounds the curvature term, ||lr H g|| <= trust ||g||. B1, B2 and B3 differ, so where a loss is sharp
-    (lr times its largest curvature above 1) the product's sign may disagree with the gradient's, and the step climbs:
-    with trust = 1 it never does, since then g . (g - lr H g) >= 0.
+    (lr times its largest curvature above 1) the product's sign may disagree with the gradient's, and the step climbs.
+    With trust <= 1 it never points against its own g, since then g . (g - lr H g) >= 0; that alone is no promise of
+    descent over batches: on digits trust = 1 still diverged and 0.5 did not.
 
     product="exact" differentiates the gradient; "difference" takes (grad(w + delta g) - grad(w - delta g)) / 2 delta
     with common noise. "released" repeats the released code: its minus point is w itself, so it returns half of H g,
