@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from metavd import arrays, methods
+from metavd.data.collection import collect
 from metavd.experiment import spec
 from metavd.methods import Base, Option, Regulariser
 
@@ -96,9 +97,9 @@ def _users(name: str) -> str:
 
 def settings() -> str:
     """Return the settings of an experiment, with what they are if nobody says anything."""
-    own = arrays(np.zeros((4, 1), np.float32), [0, 1, 0, 1])
+    own = collect(arrays(np.zeros((2000, 1), np.float32), np.arange(2000) % 2))
     given = spec.Experiment(device="cpu")
-    digits, mine = spec.resolve(given), spec.resolve(given, own)
+    digits, mine = spec.resolve(given), spec.resolve(given, own.defaults)
     rows = []
     for field in fields(spec.Experiment):
         if field.name in spec.HELP:
@@ -106,7 +107,7 @@ def settings() -> str:
             cells = ["auto", "auto"] if field.name in {"device", "backend"} else [shown(value) for value in values]
             cells = [cell if field.name != "data" else name for cell, name in zip(cells, ("digits", ""), strict=True)]
             rows.append([f"`{field.name}`", *cells, spec.HELP[field.name]])
-    return table(["setting", "on digits", "on your arrays", "meaning"], rows)
+    return table(["setting", "on digits", "on 2,000 rows of your own", "meaning"], rows)
 
 
 def listed() -> str:

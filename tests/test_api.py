@@ -28,7 +28,9 @@ def test_ten_lines_on_own_arrays_and_module() -> None:
     y = (x[:, 0] * x[:, 1] > 0).astype(int)
     source = metavd.arrays(x, y, name="quadrants")
     network = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
-    result = metavd.run(source=source, module=network, method="reptile+metavd", rounds=5, clients=6, unseen=2)
+    result = metavd.run(
+        source=source, module=network, method="reptile+metavd", rounds=5, clients=6, unseen=2, partition="iid"
+    )
     assert (result["data"], result["method"]) == ("quadrants", "reptile+metavd")
     assert result["test"]["clients"] == 6
     assert result["unseen"]["clients"] == 2

@@ -15,11 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from metavd import methods
 from metavd.cli import main
+from metavd.data.partition import describe, federate
+from metavd.data.source import digits
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--set", "clients=4", "--set", "cohort=2", "--set", "width=8", "--set", "test_share=0.9"]
@@ -77,7 +81,7 @@ FIGURES = {
 @pytest.mark.parametrize("method", ["fedavg", "reptile+metavd"])
 def test_run_writes_all_that_the_issue_names(metavd: Metavd, tmp_path: Path, method: str) -> None:
     """DIR receives config.toml, rounds.jsonl, clients.csv, checkpoint/ and a result.json with every key."""
-    outcome = metavd("run", method, "--out", "run", "--seed", "3", *SHORT)
+    outcome = metavd("run", method, "--out", "run", "--seed", "3", *SHORT, "eval_every=1")
     assert outcome.status == 0
     names = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
     assert names == {"config.toml", "rounds.jsonl", "clients.csv", "checkpoint", "result.json"}
@@ -190,7 +194,7 @@ def test_default_folder_is_the_run_s_own(metavd: Metavd) -> None:
 
 def test_progress_is_plain_lines_off_a_terminal(metavd: Metavd) -> None:
     """Standard error has a line an evaluation: round, loss, accuracy, time left, and no control characters."""
-    outcome = metavd("run", "fedavg", "--out", "run", *SHORT)
+    outcome = metavd("run", "fedavg", "--out", "run", *SHORT, "eval_every=1")
     assert re.search(r"round 1/3  loss \d+\.\d+  test \d+\.\d%  unseen \d+\.\d%  \d+ s left", outcome.err)
     assert "\x1b" not in outcome.err
     assert "\x1b" not in outcome.out
@@ -228,6 +232,106 @@ def test_datasets(metavd: Metavd) -> None:
     assert "digits" in outcome.out
     (row,) = (each for each in json.loads(metavd("datasets", "--json").out) if each["name"] == "digits")
     assert (row["defaults"]["clients"], row["defaults"]["unseen"]) == (24, 6)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def photos(folder: Path, people: int = 5, each: int = 12) -> Path:
+    """Write pictures of two classes: client/class/picture."""
+    for person in range(people):
+        for index in range(each):
+            place = folder / f"person{person}" / ("dark", "light")[index % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), 40 + 150 * (index % 2) + person + index).save(place / f"{index}.png")
+    return folder
+
+
+def test_data_check(metavd: Metavd, tmp_path: Path) -> None:
+    """A sound folder is described; a damaged file is named, nothing is guessed, and the status is 2."""
+    folder = photos(tmp_path / "photos")
+    outcome = metavd("data", "check", folder)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "60 rows of uint8 1 x 8 x 8; 2 classes of 30 to 30 rows; 5 clients" in outcome.out
+    (folder / "person1" / "dark" / "0.png").write_bytes(b"no picture")
+    outcome = metavd("data", "check", folder)
+    assert outcome.status == 2
+    assert "person1/dark/0.png" in outcome.out
+    outcome = metavd("data", "check", tmp_path / "nowhere")
+    assert outcome.status == 2
+    assert "nowhere: there is no such file or folder" in outcome.out
+
+
+def test_data_show(metavd: Metavd, tmp_path: Path) -> None:
+    """The statistics are those of the partition; the picture is of the kind that its ending names."""
+    arguments = ["data", "show", "--data", "digits", "--partition", "dirichlet:0.5", "clients=8", "unseen=2"]
+    about = json.loads(metavd(*arguments, "--json", "--out", "a.png").out)
+    held = federate(digits(), "dirichlet:0.5", clients=8, unseen=2, test_rows="consistent", seed=0)
+    assert about == json.loads(json.dumps(describe(held)))
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    outcome = metavd(*arguments, "--out", "b.svg")
+    assert f"{about['train_rows']['participating']:,}" in outcome.out
+    assert "<svg" in (tmp_path / "b.svg").read_text()
+    before = snapshot(tmp_path)
+    outcome = metavd(*arguments, "--out", "c.txt")
+    assert (outcome.status, "c.txt has no ending of a picture; use .png" in outcome.err) == (2, True)
+    assert metavd("data", "show", "fedavg").status == 2
+    assert snapshot(tmp_path) == before
+
+
+def test_data_fetch_says_what_cannot_be_fetched(metavd: Metavd, tmp_path: Path) -> None:
+    """What has to be got by hand, and a wrong name, are answered at once and leave nothing behind."""
+    for name, says in (("celeba", "accept its terms"), ("cifar", "known are cifar10")):
+        outcome = metavd("data", "fetch", name)
+        assert (outcome.status, says in outcome.err) == (2, True)
+    assert snapshot(tmp_path) == {}
+
+
+def test_run_on_own_files(metavd: Metavd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder and an npz beside it train as one; --root and METAVD_DATA say where copies go, --root louder."""
+    photos(tmp_path / "photos")
+    np.savez(tmp_path / "rows.npz", x=np.arange(60 * 36, dtype=np.uint8).reshape(60, 6, 6), y=np.arange(60) % 3)
+    arguments = ["run", "fedavg", "--rounds", "2", "--set", "cohort=2", "--set", "width=8"]
+    monkeypatch.setenv("METAVD_DATA", str(tmp_path / "env"))
+    outcome = metavd(*arguments, "--data", "folder:photos+npz:rows.npz", "clients=4", "unseen=1", "--out", "both")
+    assert outcome.status == 0, outcome.err
+    assert "accuracy on photos" in outcome.out
+    assert "accuracy on rows" in outcome.out
+    assert len(list((tmp_path / "env" / ".cache").iterdir())) == 2
+    assert tomllib.loads((tmp_path / "both" / "config.toml").read_text())["root"] == str(tmp_path / "env")
+    outcome = metavd(*arguments, "--data", "folder:photos", "--root", "mine")
+    assert outcome.status == 0, outcome.err
+    assert (tmp_path / "mine" / ".cache").is_dir()
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("folder-photos-fedavg-s0-")
+    again = metavd("run", "--resume", "--out", "both")
+    assert again.status == 0, again.err
+    assert "finished" in again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--data", "cifar10"], "cifar10 is looked for below data"),
+        (["--data", "cifa10"], "did you mean cifar10"),
+        (["--data", "folder:nowhere"], "nowhere: there is no such file or folder"),
+        (["--data", "npz:digits.txt"], "digits.txt"),
+        (["--data", "mnist:writers=maybe", "--root", "."], "writers is 'maybe'"),
+        (["--data", "digits+digits"], "names digits twice"),
+        (["available=2"], "available is '2', but must be a probability"),
+        (["lost=0.5,0.5"], "lost lists 2 probabilities, but 24 clients"),
+        (["cohort=1.5"], "cohort is 1.5, but must be a whole number or a share below 1"),
+        (["image_size=100000"], "image_size is 100000, but must lie between"),
+        (["patience=2"], "set valid, such as 0.2"),
+        (["domains=both"], "domains is 'both'"),
+    ],
+)
+def test_wrong_data_leaves_no_trace(metavd: Metavd, tmp_path: Path, arguments: list[str], says: str) -> None:
+    outcome = metavd("run", "fedavg", "--rounds", "1", *arguments)
+    assert outcome.status == 2
+    assert says in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert snapshot(tmp_path) == {}
 
 
 def test_show_prints_the_same_table(metavd: Metavd) -> None:

@@ -1,5 +1,6 @@
 """What the documentation says is true: its code runs, its commands and options exist, its links lead somewhere."""
 
+import json
 import re
 import runpy
 import shlex
@@ -7,10 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
+import numpy as np
 import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from metavd import methods
-from metavd.cli import cli, settings_of
+from metavd.cli import cli, main
+from metavd.cli.terminal import settings_of
+from metavd.data.collection import parse
 from metavd.experiment.spec import Experiment, SpecError, with_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,11 +85,41 @@ def test_every_metavd_command_in_the_docs_exists(words, monkeypatch, tmp_path):
     """The command, its options, its methods and its settings are all known; nothing is run."""
     monkeypatch.chdir(tmp_path)
     name, *arguments = words[1:]
-    given = cli.commands[name].make_context(name, arguments).params
-    words = given.get("words", ())
+    command = cli.commands[name]
+    if isinstance(command, click.Group):
+        name, *arguments = arguments
+        command = command.commands[name]
+    given = command.make_context(name, arguments).params
+    if given.get("data"):
+        parse(given["data"])
+    words = given.get("given_words", ())
     settings = settings_of(None, [*given.get("pairs", ()), *(word for word in words if "=" in word)], {})
     for method in [word for word in words if "=" not in word] or ["reptile+metavd"]:
         with_settings(with_settings(Experiment(), {"method": methods.check(method)}), settings)
+
+
+def test_the_example_on_own_pictures_runs_and_has_under_ten_lines(tmp_path, monkeypatch, capsys):
+    """docs/data.md: from a folder of pictures to a compared result, the very lines; the table names every method."""
+    digits = load_digits()
+    for row in range(300):
+        place = tmp_path / "photos" / f"person{row % 6}" / f"digit{digits.target[row] % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[row] * 15).astype(np.uint8)).save(place / f"{row}.png")
+    lines = [line for line in blocks(ROOT / "docs" / "data.md", "sh")[0].splitlines() if line]
+    assert len(lines) < 10
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        program, *arguments = shlex.split(line.replace("--rounds 20", "--rounds 2"))
+        assert program == "metavd"
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        main()
+    printed = capsys.readouterr().out
+    assert "folder at photos: 300 rows of uint8 1 x 8 x 8; 3 classes" in printed
+    assert "6 clients" in printed
+    assert (tmp_path / "clients.png").stat().st_size > 10_000
+    assert all(f"│ {method}" in printed for method in ("fedavg", "reptile", "reptile+metavd"))
+    rows = json.loads((tmp_path / "runs" / "photos" / "comparison.json").read_text())["rows"]
+    assert set(rows) == {"fedavg", "reptile", "reptile+metavd"}
 
 
 def test_every_make_target_in_the_docs_exists():

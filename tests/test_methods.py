@@ -17,7 +17,7 @@ from metavd import methods
 from metavd.core import rng
 from metavd.core.model import from_module, mlp, xavier
 from metavd.core.types import ServerState
-from metavd.data.source import load
+from metavd.data.formats import load
 from metavd.engine.backend import loop, threads_for, vectorized
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from metavd.engine.simulate import simulate

@@ -8,7 +8,22 @@ import torch
 
 from metavd.core import rng
 from metavd.core.types import Batch, Sampling
-from metavd.data.cohort import COHORT, PERSONAL, TEST, TRAIN, batches, choose, pad, plan, pool
+from metavd.data.cohort import (
+    AVAILABLE,
+    COHORT,
+    LOST,
+    PERSONAL,
+    TEST,
+    TRAIN,
+    ParticipationError,
+    arriving,
+    batches,
+    choose,
+    pad,
+    plan,
+    pool,
+    probabilities,
+)
 from metavd.data.partition import Federation, federate
 from metavd.data.source import arrays
 
@@ -51,8 +66,8 @@ def test_every_client_is_chosen_equally_often() -> None:
 
 def test_tags_of_keys_differ() -> None:
     """Law: training, personalisation, testing and the choice of cohorts never draw the same numbers."""
-    assert len({TRAIN, PERSONAL, TEST, COHORT}) == 4
-    assert len({int(rng.fold(KEY, tag, 0, 0)) for tag in (TRAIN, PERSONAL, TEST, COHORT)}) == 4
+    assert len({TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST}) == 6
+    assert len({int(rng.fold(KEY, tag, 0, 0)) for tag in (TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST)}) == 6
 
 
 # --- plan ------------------------------------------------------------------------------------------------------------
@@ -204,3 +219,54 @@ def test_padding_of_nothing() -> None:
     blank = Batch(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), None, KEY, scalar, scalar)
     assert pad([[], []], blank) == []
     assert pad([], blank) == []
+
+
+# --- who is there, and whose answer arrives --------------------------------------------------------------------------
+
+
+def test_everybody_available_changes_nothing() -> None:
+    """Law: a probability of 1 to be there, or of 0 to be lost, gives the very same clients."""
+    for round in range(20):
+        asked = choose(KEY, round, 50, 5)
+        assert torch.equal(choose(KEY, round, 50, 5, torch.ones(50, dtype=torch.float64)), asked)
+        assert torch.equal(arriving(KEY, round, asked, torch.zeros(50, dtype=torch.float64)), asked)
+        assert arriving(KEY, round, asked, None) is asked
+        assert len(arriving(KEY, round, asked, torch.ones(50, dtype=torch.float64))) == 0
+
+
+def test_clients_are_there_as_often_as_their_probability_says() -> None:
+    """Closed form: over 4,000 rounds that ask everybody, client i is asked 4,000 p_i times, within five deviations."""
+    chance = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0], dtype=torch.float64)
+    asked, answered = torch.zeros(5), torch.zeros(5)
+    for round in range(4000):
+        here = choose(KEY, round, 5, 5, chance)
+        asked[here] += 1
+        answered[arriving(KEY, round, torch.arange(5), chance)] += 1
+    deviation = (4000 * chance * (1 - chance)).sqrt()
+    assert ((asked - 4000 * chance).abs() <= 5 * deviation).all()
+    assert ((answered - 4000 * (1 - chance)).abs() <= 5 * deviation).all()
+
+
+def test_who_is_there_and_who_is_lost_are_unrelated() -> None:
+    """Law: the two coins of a round are different draws."""
+    half = torch.full((200,), 0.5, dtype=torch.float64)
+    here = set(choose(KEY, 3, 200, 200, half).tolist())
+    kept = set(arriving(KEY, 3, torch.arange(200), half).tolist())
+    assert 60 < len(here & kept) + len(set(range(200)) - here - kept) < 140
+
+
+def test_probabilities_from_text() -> None:
+    """One for all, one each between two bounds, or a list; drawn from the key alone."""
+    assert probabilities("0.25", 3, KEY, "lost").tolist() == [0.25] * 3
+    assert probabilities("0.5,1,0", 3, KEY, "lost").tolist() == [0.5, 1, 0]
+    drawn = probabilities("0.2..0.9", 1000, KEY, "available")
+    assert torch.equal(drawn, probabilities("0.2..0.9", 1000, KEY, "available"))
+    assert 0.2 <= drawn.min() < 0.21
+    assert 0.89 < drawn.max() <= 0.9
+    assert abs(float(drawn.mean()) - 0.55) < 0.03
+
+
+@pytest.mark.parametrize("text", ["", "x", "-0.1", "1.5", "nan", "0.9..0.2", "0.1..", "0.1..2", "1,,1", "0.5,0.5"])
+def test_wrong_probabilities_are_explained(text: str) -> None:
+    with pytest.raises(ParticipationError, match="available"):
+        probabilities(text, 3, KEY, "available")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metavd.data import source as source_module
-from metavd.data.source import DIGITS_MEAN, DIGITS_STD, SOURCES, Source, SourceError, arrays, digits, load, transform
+from metavd.data.source import DIGITS_MEAN, DIGITS_STD, Source, SourceError, arrays, digits, transform
 
 
 def test_digits_are_the_whole_dataset():
@@ -27,27 +27,6 @@ def test_digits_are_normalised():
     assert abs(rows.mean()) < 1e-4
     assert abs(rows.std() - 1) < 1e-4
     assert (data.mean, data.std) == ((DIGITS_MEAN,), (DIGITS_STD,))
-
-
-def test_load_knows_every_registered_name():
-    """A name in the registry is its own key and loads a source of that name."""
-    for name, info in SOURCES.items():
-        assert info.name == name
-        assert "\n" not in info.description
-        assert load(name).name == name
-
-
-def test_defaults_of_digits():
-    """Dirichlet 0.5 over 24 participating and 6 unseen clients, as the README says."""
-    defaults = SOURCES["digits"].defaults
-    assert (defaults["clients"], defaults["unseen"], defaults["partition"]) == (24, 6, "dirichlet:0.5")
-
-
-@pytest.mark.parametrize(("name", "hint"), [("digit", "did you mean digits"), ("zzz", "known are digits")])
-def test_unknown_name_names_the_nearest(name, hint):
-    """A misspelt name is answered with the nearest one, a hopeless one with all."""
-    with pytest.raises(SourceError, match=hint):
-        load(name)
 
 
 def test_images_keep_their_bytes():

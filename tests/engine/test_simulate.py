@@ -21,8 +21,9 @@ from metavd.core import rng
 from metavd.core.model import from_module, mlp, xavier
 from metavd.core.types import Algorithm, Batch, Job, NonFiniteError, ServerState
 from metavd.data.cohort import Pool, choose, pool
+from metavd.data.formats import load
 from metavd.data.partition import Federation
-from metavd.data.source import Source, arrays, load
+from metavd.data.source import Source, arrays
 from metavd.engine.backend import Backend, loop, vectorized
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import Record, simulate, train_round

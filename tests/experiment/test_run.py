@@ -17,7 +17,7 @@ import metavd
 from metavd.core.types import NonFiniteError
 from metavd.data.partition import PartitionError
 from metavd.data.source import Source, arrays
-from metavd.engine.checkpoint import state_hash
+from metavd.engine.checkpoint import load_checkpoint, state_hash
 from metavd.experiment.run import InterruptedRun, Silent, evaluate, module_for, prepare, run, start
 from metavd.experiment.spec import Experiment, SpecError
 from metavd.experiment.store import StoreError
@@ -347,3 +347,122 @@ def test_seconds_add_up_over_interruptions(tmp_path: Path) -> None:
     before = json.loads(path.read_text())["extra"]["seconds"]
     assert math.isfinite(before)
     assert run(out=tmp_path / "run", resume=True, **TINY)["seconds"] >= round(before, 3) > 0
+
+
+# --- data, domains, participation ------------------------------------------------------------------------------------
+
+
+def pictures(name: str, side: int, channels: int, classes: int, people: int | None = None) -> Source:
+    """Grey or coloured squares whose brightness is the label."""
+    y = np.arange(120) % classes
+    noise = np.random.RandomState(len(name)).randint(0, 20, (120, channels, side, side))
+    client = None if people is None else np.arange(120) // classes % people
+    return arrays((noise + 60 * y[:, None, None, None]).astype(np.uint8), y, client=client, name=name)
+
+
+@pytest.mark.parametrize("domains", ["mixed", "separate"])
+def test_several_datasets_train_together_and_are_reported_apart(domains: str, tmp_path: Path) -> None:
+    """Accuracy by domain is always in the result; it adds up to the pooled accuracy of the whole."""
+    sources = [pictures("faces", 8, 3, 2, people=10), pictures("letters", 12, 1, 3)]
+    settings = {"clients": 6, "unseen": 2, "cohort": 4, "rounds": 3, "width": 8, "domains": domains, "partition": "iid"}
+    result = run(source=sources, out=tmp_path / "run", method="reptile+metavd", **settings)
+    assert result["data"] == "faces+letters"
+    assert set(result["domains"]) == {"faces", "letters"}
+    assert all(0 <= each[part] <= 1 for each in result["domains"].values() for part in ("test", "unseen"))
+    assert same(run(source=sources, out=tmp_path / "run", method="reptile+metavd", **settings), result)
+    with pytest.raises(StoreError, match="other settings, data or network"):
+        run(source=sources[::-1], out=tmp_path / "run", method="reptile+metavd", **settings)
+
+
+def test_shares_become_counts(tmp_path: Path) -> None:
+    """unseen=0.2 with 8 participating clients is 2 of 10; cohort=0.5 is 4 of 8; config.toml holds the counts."""
+    run(out=tmp_path, **TINY | {"clients": 8, "unseen": 0.2, "cohort": 0.5, "rounds": 1})
+    text = (tmp_path / "config.toml").read_text()
+    assert "\nunseen = 2\n" in text
+    assert "\ncohort = 4\n" in text
+
+
+def test_clients_that_are_away_or_lost(tmp_path: Path) -> None:
+    """Law: a probability of 1 to be there is no change; lost clients cost traffic down and none up, and are named."""
+    settings = TINY | {"clients": 6, "cohort": 3, "rounds": 8}
+    plain = run(**settings)
+    assert run(**settings, available="1.0", lost="0.0")["model_sha256"] == plain["model_sha256"]
+    result = run(out=tmp_path / "run", **settings, available="0.3..0.9", lost="0.4")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1, 9))
+    lost = sum(len(line["lost"]) for line in lines)
+    asked = lost + sum(len(line["cohort"]) for line in lines)
+    assert 0 < lost < asked < 24
+    one = plain["bytes"]["down"] // 24
+    assert result["bytes"] == {"down": asked * one, "up": (asked - lost) * one, "dense_down": asked * one,
+                               "dense_up": (asked - lost) * one}  # fmt: skip
+    assert all(not set(line["lost"]) & set(line["cohort"]) for line in lines)
+
+
+def test_a_round_without_answers_changes_nothing(tmp_path: Path) -> None:
+    """Law: where every answer is lost the model is the first one, rounds are counted, and resuming gives the same."""
+    settings = TINY | {"lost": "1"}
+    result = run(out=tmp_path / "lost", **settings)
+    assert result["test"]["accuracy"] is not None
+    lines = [json.loads(line) for line in (tmp_path / "lost" / "rounds.jsonl").read_text().splitlines()]
+    assert [(line["cohort"], line["loss"], line["up"]) for line in lines] == [([], None, 0)] * 3
+    first = start(prepare(Experiment(**settings)))
+    assert all(
+        torch.equal(value, first.params[name])
+        for name, value in load_checkpoint(tmp_path / "lost" / "checkpoint")[0].params.items()  # type: ignore[index]
+    )
+    nobody = run(**TINY | {"available": "0"})
+    assert (nobody["bytes"]["down"], nobody["bytes"]["up"]) == (0, 0)
+
+
+def test_participation_survives_a_crash(tmp_path: Path) -> None:
+    """Law: who is there and who is lost depends on the seed and the round alone, so a resumed run has the same bits."""
+    settings = TINY | {"rounds": 6, "available": "0.5..1", "lost": "0.3", "cohort": 3, "checkpoint_every": 2}
+    whole = run(**settings)
+    with pytest.raises(InterruptedRun):
+        run(out=tmp_path / "run", listener=Told(KeyboardInterrupt(), at=4), **settings)
+    assert same(run(out=tmp_path / "run", resume=True, **settings), whole)
+
+
+# --- early stopping --------------------------------------------------------------------------------------------------
+
+STOPPING = TINY | {"valid": 0.4, "test_share": 0.3, "rounds": 40, "eval_every": 2, "lr": 0.3, "patience": 3}
+"""A rate at which validation soon gets worse."""
+
+
+def test_patience_stops_and_tests_the_best_state(tmp_path: Path) -> None:
+    """Closed form: the state with the smallest validation NLL is tested, three evaluations before training ends.
+
+    The model is the one that a run of just so many rounds gives.
+    """
+    told = Told()
+    result = run(out=tmp_path / "run", listener=told, **STOPPING)
+    seen = {line["round"]: line["valid"]["nll"]
+            for line in map(json.loads, (tmp_path / "run" / "rounds.jsonl").read_text().splitlines())
+            if "valid" in line}  # fmt: skip
+    best = min(seen, key=seen.__getitem__)
+    assert result["tested_round"] == best
+    assert result["trained_rounds"] == best + 2 * 3 < 40
+    assert result["valid"]["nll"] == pytest.approx(seen[best], rel=1e-12)
+    state, _ = load_checkpoint(tmp_path / "run" / "best", round=best)  # type: ignore[misc]
+    assert state_hash(state) == result["model_sha256"]
+    assert any(f"round {best}" in note for note in told.notes)
+    plain = {key: value for key, value in STOPPING.items() if key != "patience"}
+    assert run(**plain | {"rounds": best})["model_sha256"] == result["model_sha256"]
+
+
+@pytest.mark.parametrize("at", [1, 5, 8])
+def test_patience_survives_a_crash(at: int, tmp_path: Path) -> None:
+    """Law: stopped by hand at any round and resumed, the run stops at the same round with the same bits."""
+    whole = run(**STOPPING)
+    with pytest.raises(InterruptedRun):
+        run(out=tmp_path / "run", listener=Told(KeyboardInterrupt(), at=at), checkpoint_every=3, **STOPPING)
+    resumed = run(out=tmp_path / "run", resume=True, checkpoint_every=3, **STOPPING)
+    assert same(resumed, whole)
+
+
+def test_patience_needs_validation_rows() -> None:
+    with pytest.raises(SpecError, match="no validation rows to watch"):
+        run(**TINY | {"patience": 2})
+    with pytest.raises(SpecError, match="leaves no client a validation row"):
+        run(**TINY | {"patience": 2, "valid": 0.01})

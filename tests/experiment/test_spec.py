@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from metavd import methods
-from metavd.data.source import SOURCES, arrays
+from metavd.data.collection import collect
+from metavd.data.formats import FORMATS
+from metavd.data.source import arrays
 from metavd.experiment.spec import (
     HELP,
     Experiment,
@@ -60,8 +62,9 @@ def test_numbers_survive_toml(value: float, tmp_path: Path) -> None:
 def test_names_survive_toml(name: str, tmp_path: Path) -> None:
     """The name of one's own data may be any text."""
     source = arrays(np.zeros((4, 2)) + np.arange(4)[:, None], [0, 1, 0, 1], name=name)
-    resolved = resolve(Experiment(data=name, **TINY), source)
-    assert resolve(read_back(to_toml(resolved), tmp_path), source) == resolved
+    suits = collect(source).defaults
+    resolved = resolve(Experiment(data=name, **TINY), suits)
+    assert resolve(read_back(to_toml(resolved), tmp_path), suits) == resolved
 
 
 def test_every_field_is_explained() -> None:
@@ -73,7 +76,7 @@ def test_defaults_of_digits() -> None:
     e = resolve(Experiment())
     assert (e.method, e.data, e.partition, e.clients, e.unseen) == ("reptile+metavd", "digits", "dirichlet:0.5", 24, 6)
     assert set(e.options) == set(methods.options_of("reptile+metavd"))
-    assert e.options["batch"] == SOURCES["digits"].defaults["batch"]
+    assert e.options["batch"] == FORMATS["digits"].defaults["batch"]
     assert e.device in {"cpu", "cuda"}
     assert e.backend == ("loop" if e.device == "cpu" else "vmap")
     assert min(e.eval_every, e.checkpoint_every, e.chunk) > 0

@@ -20,8 +20,12 @@ from .augment import crop_and_flip
 from .partition import Federation
 from .source import transform
 
-TRAIN, PERSONAL, TEST, COHORT = 1, 2, 3, 4
+TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST = 1, 2, 3, 4, 5, 6
 """First tags of the keys of a run: what the random numbers are for."""
+
+
+class ParticipationError(ValueError):
+    """Why clients cannot take part as asked, in one sentence that says what would be right."""
 
 
 class Pool(NamedTuple):
@@ -56,10 +60,49 @@ def pool(federation: Federation, device: torch.device | str = "cpu", dtype: torc
     return Pool(federation, x, y, domain, transform(source, dtype, device), dtype)
 
 
-def choose(key: Tensor, round: int, num_clients: int, cohort: int) -> Tensor:
-    """Return the ids of a round's clients, ascending: `cohort` of `num_clients`, without replacement."""
+def probabilities(text: str, num_clients: int, key: Tensor, what: str) -> Tensor:
+    """Return each client's own probability (N,): one number for all, LOW..HIGH to draw one each, or a list.
+
+    >>> probabilities("0.5,1,0", 3, rng.key(0), "available")
+    tensor([0.5000, 1.0000, 0.0000], dtype=torch.float64)
+    """
+    low, dots, high = text.partition("..")
+    try:
+        values = [float(word) for word in ((low, high) if dots else text.split(","))]
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value <= 1 for value in values) or (dots and values[0] > values[1]):
+        raise ParticipationError(
+            f"{what} is {text!r}, but must be a probability from 0 to 1, a range such as 0.2..0.9, "
+            "or one for each client with commas between"
+        )
+    if dots:
+        draw = rng.uniform(key.cpu(), [num_clients], torch.float64)
+        return values[0] + (values[1] - values[0]) * draw
+    if len(values) not in (1, num_clients):
+        raise ParticipationError(f"{what} lists {len(values)} probabilities, but {num_clients} clients participate")
+    return torch.tensor(values, dtype=torch.float64).expand(num_clients)
+
+
+def choose(key: Tensor, round: int, num_clients: int, cohort: int, available: Tensor | None = None) -> Tensor:
+    """Return the ids of the clients that a round asks, ascending: `cohort` of `num_clients`, without replacement.
+
+    `available` (N,) is each client's probability of being there to be asked; where fewer are, all of them are asked.
+    """
     order = rng.permutation(rng.fold(key, COHORT, round).cpu(), num_clients)
+    if available is not None:
+        order = order[_happens(key, AVAILABLE, round, available)[order]]
     return order[:cohort].sort().values
+
+
+def arriving(key: Tensor, round: int, asked: Tensor, lost: Tensor | None) -> Tensor:
+    """Return those of the asked clients whose answers arrive; `lost` (N,) is each client's probability of failing."""
+    return asked if lost is None else asked[~_happens(key, LOST, round, lost)[asked]]
+
+
+def _happens(key: Tensor, tag: int, round: int, probability: Tensor) -> Tensor:
+    """Throw every client's own coin for this round."""
+    return rng.uniform(rng.fold(key, tag, round).cpu(), probability.shape, torch.float64) < probability
 
 
 def plan(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:

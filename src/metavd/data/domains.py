@@ -6,7 +6,8 @@ Shape letters: n rows, c channels, h height, w width, D domains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,17 +35,32 @@ def resize(images: np.ndarray, channels: int, height: int, width: int) -> np.nda
     return result
 
 
-def merge(sources: Sequence[Source], size: int | None = None) -> Source:
+def _need_bytes(source: Source, what: str) -> None:
+    if source.x.ndim != 4 or source.x.dtype != np.uint8:
+        raise SourceError(f"{source.name} holds no uint8 images, so it cannot be {what}")
+
+
+def reshape(source: Source, size: int = 0, channels: int = 0) -> Source:
+    """Return the source with square images of another side and with more channels; 0 leaves them as they are."""
+    height, width = (size, size) if size else source.x.shape[-2:]
+    channels = channels or source.x.shape[1]
+    if not size and channels == source.x.shape[1]:
+        return source
+    _need_bytes(source, "brought to another image_size or number of channels")
+    return replace(source, x=resize(source.x, channels, height, width))
+
+
+def merge(sources: Sequence[Source], size: int = 0, channels: int = 0) -> Source:
     """Return one source: rows one after another, labels offset in the order of the list, every domain's own look.
 
-    Images become square with the side of the largest (or `size`) and as many channels as the most colourful has.
+    Images become square with the side of the largest (or `size`) and as many channels as the most colourful has (or
+    `channels`).
     """
     for source in sources:
-        if source.x.ndim != 4 or source.x.dtype != np.uint8:
-            raise SourceError(f"{source.name} holds no uint8 images, so it cannot be merged with other datasets")
+        _need_bytes(source, "merged with other datasets")
     if len({source.name for source in sources}) < len(sources):
         raise SourceError(f"{'+'.join(source.name for source in sources)} names a dataset twice; each may stand once")
-    channels = max(source.x.shape[1] for source in sources)
+    channels = channels or max(source.x.shape[1] for source in sources)
     side = size or max(max(source.x.shape[2:]) for source in sources)
     offsets = np.cumsum([0, *(source.num_classes for source in sources)])
     names = [source.name for source in sources]
@@ -80,8 +96,9 @@ def federate_domains(
     *,
     clients: int,
     unseen: int = 0,
-    kind: Literal["mixed", "separate"] = "mixed",
-    size: int | None = None,
+    kind: str = "mixed",
+    size: int = 0,
+    channels: int = 0,
     **settings: Any,
 ) -> Federation:
     """Decide who holds which row of several datasets.
@@ -111,7 +128,7 @@ def federate_domains(
         return (*known, *(b for part, blocks in zip(parts, held, strict=True) for b in blocks[part.num_clients :]))
 
     return Federation(
-        source=merge(sources, size),
+        source=merge(sources, size, channels),
         train=rows("train"),
         valid=rows("valid"),
         test=rows("test"),

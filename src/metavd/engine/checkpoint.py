@@ -83,10 +83,18 @@ def _stems(folder: Path) -> list[str]:
 
 
 def load_checkpoint(
-    folder: Path, device: torch.device | str = "cpu", report: Callable[[str], None] = lambda _: None
+    folder: Path,
+    device: torch.device | str = "cpu",
+    report: Callable[[str], None] = lambda _: None,
+    round: int | None = None,
 ) -> tuple[ServerState, dict[str, Any]] | None:
-    """Return the newest sound checkpoint and the caller's additions, or None; name each damaged one to `report`."""
+    """Return the newest sound checkpoint, or that of a round, and the caller's additions, or None.
+
+    Each damaged one is named to `report`.
+    """
     for stem in _stems(folder):
+        if round is not None and int(stem[6:]) != round:
+            continue
         try:
             about = json.loads((folder / f"{stem}.json").read_text())
             check = about.pop("check")

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import tree, wire
 from ..core import rng
 from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Update
-from ..data.cohort import TRAIN, Pool, batches, choose
+from ..data.cohort import TRAIN, Pool, arriving, batches, choose
 from ..tree import Params
 from .backend import Backend
 
@@ -25,8 +25,11 @@ class Record(NamedTuple):
     round: int
     """Counted from 1."""
     cohort: list[int]
-    loss: float
-    """Mean training loss over the cohort's steps, weighted by data size."""
+    """The clients whose answers arrived."""
+    lost: list[int]
+    """Those that were asked and did not answer."""
+    loss: float | None
+    """Mean training loss over the cohort's steps, weighted by data size; None of a round without an answer."""
     down: int
     """Bytes that the cohort received, and, below, sent; and what they would be without masks."""
     up: int
@@ -35,22 +38,39 @@ class Record(NamedTuple):
 
 
 def _jobs(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Iterator[Job]:
-    device = pool.x.device
     for client in cohort.tolist():
         key = rng.fold(state.key.cpu(), TRAIN, int(state.round), client)
         own = batches(pool, client, algorithm.train_batches, key, state.round)
-        yield Job(torch.tensor(client, device=device), own, pool.x[:0], key.to(device))
+        yield Job(_id(pool, client), own, pool.x[:0], key.to(pool.x.device))
+
+
+def _id(pool: Pool, client: int) -> Tensor:
+    return torch.tensor(client, device=pool.x.device)
 
 
 def train_round(
-    algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor, backend: Backend
+    algorithm: Algorithm,
+    pool: Pool,
+    state: ServerState,
+    cohort: Tensor,
+    backend: Backend,
+    *,
+    lost: Sequence[int] = (),
 ) -> tuple[ServerState, Record]:
-    """Send, train, take the answers: one round of a cohort (client ids, ascending)."""
+    """Send, train, take the answers: one round of a cohort (client ids, ascending).
+
+    Clients that are lost have received their share and cost traffic; their training, of which nobody hears, is not
+    computed. A round without a single answer leaves the server's parameters as they are.
+    """
 
     def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Params, Tensor]:  # noqa: ARG001
         return algorithm.local(algorithm.emit.apply(state.params, client, state.round), batches)
 
     round = int(state.round) + 1
+    wasted = [wire.traffic(algorithm.emit.apply(state.params, _id(pool, one), state.round)) for one in lost]
+    down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
+    if not len(cohort):
+        return state._replace(round=state.round + 1), Record(round, [], list(lost), None, down, 0, dense, 0)
     answers = list(backend(client, _jobs(algorithm, pool, state, cohort)))
     adapted = tree.stack([params for params, _ in answers])
     losses = torch.stack([loss for _, loss in answers])
@@ -63,10 +83,11 @@ def train_round(
     record = Record(
         round=round,
         cohort=cohort.tolist(),
+        lost=list(lost),
         loss=float((losses * weight).sum() / weight.sum()),
-        down=sum(each.down for each in traffic),
+        down=down + sum(each.down for each in traffic),
         up=sum(each.up for each in traffic),
-        dense_down=sum(each.dense for each in traffic),
+        dense_down=dense + sum(each.dense for each in traffic),
         dense_up=sum(each.dense for each in traffic),
     )
     return new, record
@@ -85,11 +106,24 @@ def _check(params: Params, round: int, cohort: Tensor | None) -> None:
 
 
 def simulate(
-    algorithm: Algorithm, pool: Pool, state: ServerState, *, rounds: int, cohort: int, backend: Backend
+    algorithm: Algorithm,
+    pool: Pool,
+    state: ServerState,
+    *,
+    rounds: int,
+    cohort: int,
+    backend: Backend,
+    available: Tensor | None = None,
+    lost: Tensor | None = None,
 ) -> Iterator[tuple[ServerState, Record]]:
-    """Go on from a state until `rounds` rounds are finished, yielding the state and the record after each."""
+    """Go on from a state until `rounds` rounds are finished, yielding the state and the record after each.
+
+    `available` and `lost` (N,) are the clients' probabilities of being there and of failing to answer.
+    """
     for done in range(int(state.round), rounds):
-        chosen = choose(state.key, done, pool.federation.num_clients, cohort)
+        asked = choose(state.key, done, pool.federation.num_clients, cohort, available)
+        here = arriving(state.key, done, asked, lost)
+        gone = [client for client in asked.tolist() if client not in set(here.tolist())]
         with torch.no_grad():
-            state, record = train_round(algorithm, pool, state, chosen, backend)
+            state, record = train_round(algorithm, pool, state, here, backend, lost=gone)
         yield state, record

@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 
 from ..core.types import Model
-from ..data.source import Source
 from ..engine.checkpoint import write_atomic
 from ..evaluate.metrics import interval
 from ..methods import options_of
-from .run import Listener, check_folder, prepare, run
+from .run import Data, Listener, Silent, check_folder, data_of, prepare, run
 from .spec import Experiment, SpecError, with_settings
 from .store import Store
 
@@ -97,7 +96,7 @@ def compare(
     experiment: Experiment | None = None,
     listener: Listener | None = None,
     page: tuple[Path, str] | None = None,
-    source: Source | None = None,
+    source: Data | None = None,
     module: nn.Module | Model | None = None,
     **settings: Any,
 ) -> dict[str, dict[str, tuple[float, float | None] | None]]:
@@ -108,6 +107,7 @@ def compare(
     """
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
+    listener = listener or Silent()
     settings = {key: value for key, value in settings.items() if key != "method"}
     base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
     folder = Path(out)
@@ -116,13 +116,16 @@ def compare(
         for seed in range(base.seed, base.seed + seeds):
             one = with_settings(base, {"method": method, **_fitting(method, settings, methods), "seed": seed})
             planned[method, seed] = one, folder / method / f"seed-{seed}"
+    data = data_of(
+        with_settings(base, {k: settings[k] for k in ("data", "root") if k in settings}), source, listener.note
+    )
     for one, place in planned.values():  # wrong input is found before the first run starts
-        check_folder(Store(place), prepare(one, source, module), resume=True)
+        check_folder(Store(place), prepare(one, data, module), resume=True)
     if page is not None:
         page[0].parent.mkdir(parents=True, exist_ok=True)
     rows, results = {}, {}
     for key, (one, place) in planned.items():
-        results[key] = run(one, out=place, resume=True, listener=listener, source=source, module=module)
+        results[key] = run(one, out=place, resume=True, listener=listener, source=data, module=module)
     for method in methods:
         rows[method] = summarize_runs([result for (name, _), result in results.items() if name == method])
     content = {"columns": list(COLUMNS), "rows": rows, "runs": list(results.values())}

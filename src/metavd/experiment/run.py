@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,9 +19,12 @@ from .. import methods, wire
 from ..core import rng
 from ..core.model import cnn, from_module, mlp, small_cnn, xavier
 from ..core.types import Algorithm, Model, NonFiniteError, ServerState
-from ..data.cohort import Pool, pool
-from ..data.partition import federate
-from ..data.source import Source, load
+from ..data import collection
+from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities
+from ..data.collection import Collection
+from ..data.formats.cache import Note, log
+from ..data.partition import Federation
+from ..data.source import Source
 from ..engine.backend import Backend, loop, threads_for, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.simulate import Record, simulate
@@ -70,6 +72,8 @@ class Setup:
     """An experiment, ready to run."""
 
     experiment: Experiment
+    defaults: Mapping[str, Any]
+    """Settings that suit the data."""
     pool: Pool
     algorithm: Algorithm
     backend: Backend
@@ -104,42 +108,60 @@ def _model(e: Experiment, source: Source, module: nn.Module | Model | None) -> M
     return from_module(copy.deepcopy(module).to(e.device, dtype))
 
 
-def _content(source: Source | None, module: nn.Module | Model | None) -> str:
-    """Return a fingerprint of a user's own data and network, so that two are never mixed up in one folder."""
+def _content(data: Collection, module: nn.Module | Model | None) -> str:
+    """Return a fingerprint of the data and of a user's own network, so that two are never mixed up in one folder."""
+    if module is None:
+        return data.fingerprint
     digest = hashlib.sha256()
-    if source is not None:
-        for array in (source.x, source.y, source.test, source.client):
-            if array is not None:
-                digest.update(f"{array.dtype}{array.shape}".encode())
-                digest.update(np.ascontiguousarray(array).tobytes())
-    if module is not None:
-        digest.update(b"" if isinstance(module, Model) else str(module).encode())
-        network = module.init(rng.key(0)) if isinstance(module, Model) else dict(module.named_parameters())
-        for name, value in network.items():
-            digest.update(f"{name}{tuple(value.shape)}".encode() + value.detach().double().cpu().numpy().tobytes())
-    return "" if source is None and module is None else digest.hexdigest()[:12]
+    digest.update(b"" if isinstance(module, Model) else str(module).encode())
+    network = module.init(rng.key(0)) if isinstance(module, Model) else dict(module.named_parameters())
+    for name, value in network.items():
+        digest.update(f"{name}{tuple(value.shape)}".encode() + value.detach().double().cpu().numpy().tobytes())
+    return f"{data.fingerprint}/{digest.hexdigest()[:12]}"
 
 
-def prepare(experiment: Experiment, source: Source | None = None, module: nn.Module | Model | None = None) -> Setup:
-    """Resolve an experiment and build all its parts; wrong input is found here, before anything is written."""
-    e = resolve(replace(experiment, content=_content(source, module)), source)
-    source = source if source is not None else load(e.data)
-    federation = federate(
-        source, e.partition, clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
-        test_share=e.test_share, server_share=float(e.options.get("server_share", 0.0)), seed=e.seed,
+def complete(experiment: Experiment, data: Collection, module: nn.Module | Model | None = None) -> Experiment:
+    """Return the experiment with everything filled in that the data and the network decide."""
+    return resolve(replace(experiment, data=data.name, content=_content(data, module)), data.defaults)
+
+
+def deal(e: Experiment, data: Collection) -> Federation:
+    """Return who holds which row in a complete experiment."""
+    return collection.deal(
+        data, kind=e.domains, image_size=e.image_size, channels=e.channels, partition=e.partition,
+        clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid, test_share=e.test_share,
+        server_share=float(e.options.get("server_share", 0.0)), seed=e.seed,
     )  # fmt: skip
+
+
+Data = Source | Sequence[Source] | Collection
+"""What a user may hand over instead of a dataset's name."""
+
+
+def data_of(experiment: Experiment, source: Data | None = None, note: Note = log) -> Collection:
+    """Return the data that is given, or read what the experiment names."""
+    return collection.load(experiment.data, experiment.root, note) if source is None else collection.collect(source)
+
+
+def prepare(experiment: Experiment, source: Data | None = None, module: nn.Module | Model | None = None) -> Setup:
+    """Complete an experiment and build all its parts; wrong input is found here, before anything is written."""
+    data = data_of(experiment, source)
+    e = complete(experiment, data, module)
+    federation = deal(e, data)
+    if e.patience and not any(map(len, federation.valid)):
+        raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
     rows = pool(federation, e.device, getattr(torch, e.dtype))
     server_rows = torch.from_numpy(federation.server).to(e.device)
     setting = methods.Setting(
         num_clients=e.clients,
-        num_classes=source.num_classes,
+        num_classes=federation.source.num_classes,
         rounds=e.rounds,
         server_rows=(lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None,
     )
-    model = _model(e, source, module)
+    model = _model(e, federation.source, module)
     weights = sum(math.prod(shape) for shape in model.layers.values())
     algorithm = methods.algorithm(e.method, model, setting, e.options)
-    return Setup(e, rows, algorithm, loop if e.backend == "loop" else vectorized(e.chunk), weights)
+    return Setup(e, data.defaults, rows, algorithm, loop if e.backend == "loop" else vectorized(e.chunk), weights)
 
 
 def start(setup: Setup) -> ServerState:
@@ -180,8 +202,7 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
     }
     if setup.experiment.valid and split == "test":
-        held = answers(setup.algorithm, setup.pool, state, known, setup.backend, split="valid")
-        summary["valid"] = summarize([result for result, _ in held], released=released)
+        summary["valid"] = evaluate_valid(setup, state)
     if federation.source.domains:
         summary["domains"] = {
             domain.name: {
@@ -193,6 +214,14 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
     return Evaluation(results, summary)
 
 
+def evaluate_valid(setup: Setup, state: ServerState) -> dict[str, Any]:
+    """Personalise the participating clients and sum up their answers on validation rows; nothing else is looked at."""
+    clients = range(setup.pool.federation.num_clients)
+    held = answers(setup.algorithm, setup.pool, state, clients, setup.backend, split="valid")
+    released = setup.experiment.options["variant"] == "released"
+    return summarize([result for result, _ in held], released=released)
+
+
 _TRAFFIC = ("down", "up", "dense_down", "dense_up")
 
 
@@ -201,7 +230,7 @@ def run(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    source: Source | None = None,
+    source: Data | None = None,
     module: nn.Module | Model | None = None,
     listener: Listener | None = None,
     **settings: Any,
@@ -212,16 +241,15 @@ def run(
         experiment: what to run; fields and options may also be given by name, `run(method="fedavg", rounds=20)`.
         out: folder for the run's files; none are written without it.
         resume: go on from the last checkpoint in `out`; a finished run is only read.
-        source: your own data, see `metavd.arrays`.
+        source: your own data, see `metavd.arrays`, or several datasets; by default `data` is read from its files.
         module: your own network, an `nn.Module` or what `from_module` made of one.
         listener: is told of every round and evaluation.
         settings: fields of `Experiment` and options of the method.
     """
-    experiment = with_settings(experiment or Experiment(), settings)
-    if source is not None:
-        experiment = with_settings(experiment, {"data": source.name})
-    setup = prepare(experiment, source, module)
     listener = listener or Silent()
+    experiment = with_settings(experiment or Experiment(), settings)
+    data = data_of(experiment, source, listener.note)
+    setup = prepare(experiment, data, module)
     with threads_for(setup.weights, setup.experiment.device):
         return _run(setup, Path(out) if out is not None else None, listener, resume=resume)
 
@@ -246,7 +274,7 @@ def check_folder(store: Store, setup: Setup, *, resume: bool) -> None:
     """Refuse to mix two different runs in one folder, or to overwrite one by accident."""
     if not store.is_run():
         return
-    there = resolve(with_settings(Experiment(), from_toml(store.config)), setup.pool.federation.source)
+    there = resolve(with_settings(Experiment(), from_toml(store.config)), setup.defaults)
     if spec_hash(there) != spec_hash(setup.experiment):
         other = f"{there.method} on {there.data}, seed {there.seed}; other settings, data or network"
         raise StoreError(f"the folder {store.folder} holds another run ({other}); name another --out")
@@ -278,32 +306,74 @@ def _saving(store: Store | None, first: ServerState) -> Iterator[dict[str, Any]]
         raise NonFiniteError(f"{error}{kept}") from None
 
 
+@dataclass(frozen=True)
+class Best:
+    """The state with the smallest validation NLL so far, and for how many evaluations it has been that."""
+
+    state: ServerState
+    nll: float
+    age: int = 0
+
+
+def _better(best: Best | None, state: ServerState, nll: float) -> Best:
+    return Best(state, nll) if best is None or nll < best.nll else replace(best, age=best.age + 1)
+
+
+def _best_so_far(store: Store | None, extra: Mapping[str, Any], device: str) -> Best | None:
+    """Return the best state of a run that is resumed."""
+    if store is None or "best" not in extra:
+        return None
+    about = extra["best"]
+    found = load_checkpoint(store.best, device, round=about["round"])
+    if found is None:
+        raise StoreError(f"the best state, of round {about['round']}, is missing or damaged in {store.best}")
+    return Best(found[0], about["nll"], about["age"])
+
+
 def _train(
     setup: Setup, store: Store | None, state: ServerState, extra: Mapping[str, Any], listener: Listener
 ) -> dict[str, Any]:
     e = setup.experiment
+    extra = dict(extra)
     bytes_total = {key: int(extra.get(key, 0)) for key in _TRAFFIC}
     before, began = float(extra.get("seconds", 0.0)), time.monotonic()
+    best = _best_so_far(store, extra, e.device)
     listener.start(e, int(state.round))
-    rounds = simulate(setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=e.cohort, backend=setup.backend)
     with _saving(store, state) as last:
-        for new, record in rounds:
+        stopped = best is not None and best.age >= e.patience
+        for new, record in () if stopped else _rounds(setup, state):
             state = new
             bytes_total = {key: bytes_total[key] + getattr(record, key) for key in _TRAFFIC}
             listener.round(record)
             line: dict[str, Any] = record._asdict()
-            if record.round % e.eval_every == 0 and record.round < e.rounds:
+            ends, known = record.round == e.rounds, best
+            if record.round % e.eval_every == 0 and not ends:
                 line |= evaluate(setup, state).summary
                 listener.evaluation(record.round, line)
+            if e.patience and (record.round % e.eval_every == 0 or ends):
+                valid = line["valid"] if "valid" in line else evaluate_valid(setup, state)
+                best = _better(best, state, valid["nll"])
             if store is not None:
                 store.add_round(line)
-            last |= {"state": state, "extra": {**bytes_total, "seconds": before + time.monotonic() - began}}
-            if store is not None and (record.round % e.checkpoint_every == 0 or record.round == e.rounds):
-                save_checkpoint(store.checkpoint, state, last["extra"])
+            extra = {**bytes_total, "seconds": before + time.monotonic() - began}
+            if best is not None:
+                extra["best"] = {"round": int(best.state.round), "nll": best.nll, "age": best.age}
+            last |= {"state": state, "extra": extra}
+            if store is not None and best is not None and best is not known and best.state is state:
+                save_checkpoint(store.best, state, {})
+            if store is not None and (record.round % e.checkpoint_every == 0 or ends or best is not known):
+                save_checkpoint(store.checkpoint, state, extra)
+            if best is not None and best.age >= e.patience:
+                break
+        trained = int(state.round)
+        if best is not None:
+            state = best.state
+            listener.note(f"  the state of round {int(state.round)} has the best validation NLL and is tested")
         final = evaluate(setup, state)
-    listener.evaluation(e.rounds, final.summary)
+    listener.evaluation(trained, final.summary)
     result = {
         "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "device": e.device,
+        "trained_rounds": trained, "tested_round": int(state.round),
         "seconds": round(before + time.monotonic() - began, 3),
         **final.summary,
         "bytes": bytes_total,
@@ -312,6 +382,19 @@ def _train(
     if store is not None:
         store.finish(result, [_client_line(each, setup) for each in final.clients])
     return result
+
+
+def _rounds(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
+    e = setup.experiment
+    key = rng.key(e.seed)
+    # Probabilities of 1 and 0 are no event, and draw nothing.
+    chances = {
+        name: None if text == never else probabilities(text, e.clients, rng.fold(key, tag), name)
+        for name, text, never, tag in (("available", e.available, "1", AVAILABLE), ("lost", e.lost, "0", LOST))
+    }
+    return simulate(
+        setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=int(e.cohort), backend=setup.backend, **chances
+    )
 
 
 def _client_line(result: ClientResult, setup: Setup) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..data import partition, source
-from ..data.source import Source
+from ..core import rng
+from ..data import formats, partition
+from ..data.cohort import probabilities
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
-_RUNTIME = frozenset({"device", "backend", "chunk", "eval_every", "checkpoint_every"})
+DOMAINS = ("mixed", "separate")
+_RUNTIME = frozenset({"root", "device", "backend", "chunk", "eval_every", "checkpoint_every"})
 """Fields that decide how a run is carried out, not what it computes."""
 
 
@@ -32,14 +34,21 @@ class Experiment:
 
     method: str = "reptile+metavd"
     data: str = "digits"
+    root: str = "data"
     partition: str = ""
     test_rows: str = ""
+    domains: str = "mixed"
+    image_size: int = 0
+    channels: int = 0
     clients: int = 0
-    unseen: int = -1
-    cohort: int = 0
+    unseen: int | float = -1
+    cohort: int | float = 0
+    available: str = "1"
+    lost: str = "0"
     rounds: int = 0
     seed: int = 0
     valid: float = 0.0
+    patience: int = 0
     test_share: float = 0.2
     model: str = "auto"
     width: int = 0
@@ -57,34 +66,43 @@ _OPEN = Experiment()
 
 HELP = {
     "method": "base[+regulariser][+option]; metavd methods lists all",
-    "data": "dataset; metavd datasets lists all",
+    "data": "dataset, or several joined by +; metavd datasets lists all",
+    "root": "folder that holds the files of datasets and, in .cache, fast copies of them",
     "partition": "who gets which rows: dirichlet:ALPHA, iid, shards:K, quantity:SIGMA, natural",
     "test_rows": "how test rows are dealt: independent (the paper's), consistent, uniform",
+    "domains": "of several datasets, every client holds some of each (mixed) or one of them (separate)",
+    "image_size": "side that images are brought to; 0: as stored, the largest of several datasets",
+    "channels": "3 turns grey images into colour ones; 0: as stored, the most of several datasets",
     "clients": "participating clients",
-    "unseen": "clients that are never trained with",
-    "cohort": "clients in a round",
+    "unseen": "clients that are never trained with, or their share of all clients",
+    "cohort": "clients asked in a round, or their share of the participating ones",
+    "available": "probability that a client can be asked in a round; LOW..HIGH: each has its own; or a list",
+    "lost": "probability that the answer of an asked client does not arrive; likewise",
     "rounds": "communication rounds",
     "seed": "of everything random",
     "valid": "share of each participating client's training rows kept for validation",
+    "patience": "evaluations without a better validation NLL before training stops; 0: never; the best state is used",
     "test_share": "share of rows for testing where the dataset has no split of its own",
     "model": f"network: {', '.join(MODELS)}",
     "width": "width of the network; 0: the model's own default, the same for every method",
-    "eval_every": "rounds between evaluations; 0: a tenth of all",
+    "eval_every": "rounds between evaluations; 0: a tenth of all, at least 5",
     "checkpoint_every": "rounds between checkpoints; 0: a tenth of all, at most 50",
     "backend": "loop, vmap or auto: loop on a CPU, vmap on a GPU",
     "chunk": "clients at once under vmap; 0: the whole cohort",
     "device": "auto, cpu or cuda",
     "dtype": "float32 or float64",
-    "content": "fingerprint of data and network where they are your own; set by run",
+    "content": "fingerprint of the data and of your own network; set by run",
 }
 _CHOICES = {
     "test_rows": partition.TEST_ROWS,
+    "domains": DOMAINS,
     "model": MODELS,
     "backend": ("auto", "loop", "vmap"),
     "dtype": ("float32", "float64"),
 }
 _RANGES: dict[str, tuple[float, float]] = {
-    "clients": (1, 10**7), "unseen": (0, 10**7), "cohort": (1, 10**7), "rounds": (1, 10**7), "seed": (0, 2**32 - 1),
+    "clients": (1, 10**7), "unseen": (0, 10**7), "cohort": (1, 10**7), "image_size": (0, 4096), "channels": (0, 4),
+    "patience": (0, 10**6), "rounds": (1, 10**7), "seed": (0, 2**32 - 1),
     "valid": (0.0, 0.9), "test_share": (0.0, 0.9), "width": (0, 4096), "eval_every": (1, 10**7),
     "checkpoint_every": (1, 10**7), "chunk": (0, 10**6),
 }  # fmt: skip
@@ -127,7 +145,12 @@ def _typed(name: str, value: Any) -> Any:
     """Return a field's value in its type and range, or say what is wrong with it."""
     kind = {f.name: str(f.type) for f in fields(Experiment)}[name]
     try:
-        if "int" in kind:
+        if kind == "int | float":  # a number, or a share of all
+            value = float(value)
+            value = int(value) if value == int(value) else value
+            if isinstance(value, float) and value > 1:
+                raise ValueError
+        elif "int" in kind:
             if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
                 raise ValueError
             value = int(value)
@@ -136,27 +159,35 @@ def _typed(name: str, value: Any) -> Any:
         else:
             value = str(value)
     except (TypeError, ValueError, OverflowError):
-        wanted = "a whole number" if "int" in kind else "a number"
+        share = " or a share below 1" if kind == "int | float" else ""
+        wanted = f"a whole number{share}" if "int" in kind else "a number"
         raise SpecError(f"{name} is {value!r}, but must be {wanted}") from None
     if name in _CHOICES and value not in _CHOICES[name]:
         raise SpecError(f"{name} is {value!r}; {nearest(value, _CHOICES[name])}")
-    if name in _RANGES:
+    if name in _RANGES and not (kind == "int | float" and 0 < value < 1):
         low, high = _RANGES[name]
         if not low <= value <= high:
             raise SpecError(f"{name} is {value}, but must lie between {low} and {high}")
     return value
 
 
-def resolve(experiment: Experiment, own: Source | None = None) -> Experiment:
-    """Fill in everything that was left open, and check it all; the result is enough to repeat the run."""
-    info = None if own is not None else source.info(experiment.data)
-    defaults = _GENERIC | (dict(info.defaults) if info else {})
+def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -> Experiment:
+    """Fill in everything that was left open, and check it all; the result is enough to repeat the run.
+
+    `defaults` are the settings that suit the data, see `data.collection`; by default those known for its name.
+    """
+    defaults = _GENERIC | dict(formats.info(experiment.data).defaults if defaults is None else defaults)
     known = methods.options_of(experiment.method)
     values = {f.name: getattr(experiment, f.name) for f in fields(Experiment)}
     values |= {key: defaults[key] for key in _GENERIC if values[key] == getattr(_OPEN, key)}
+    clients, unseen, cohort = values["clients"], values["unseen"], values["cohort"]
+    if 0 < unseen < 1:
+        values["unseen"] = round(unseen / (1 - unseen) * clients)
+    if 0 < cohort < 1:
+        values["cohort"] = max(1, round(cohort * clients))
     if not experiment.cohort:
-        values["cohort"] = min(values["cohort"], values["clients"])
-    values["eval_every"] = values["eval_every"] or max(1, values["rounds"] // 10)
+        values["cohort"] = min(cohort, clients)
+    values["eval_every"] = values["eval_every"] or max(5, values["rounds"] // 10)
     values["checkpoint_every"] = values["checkpoint_every"] or max(1, min(50, values["rounds"] // 10))
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,7 +213,11 @@ def _check(e: Experiment) -> None:
         raise SpecError(f"device is {e.device!r}, but must be auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SpecError("device is cuda, but torch finds no CUDA GPU here; use --device cpu")
+    if e.patience and not e.valid:
+        raise SpecError(f"patience is {e.patience}, but there are no validation rows to watch; set valid, such as 0.2")
     partition.parse(e.partition)
+    for name in ("available", "lost"):
+        probabilities(getattr(e, name), e.clients, rng.key(0), name)
 
 
 def content(experiment: Experiment) -> dict[str, Any]:
@@ -193,7 +228,8 @@ def content(experiment: Experiment) -> dict[str, Any]:
 
 def spec_hash(experiment: Experiment) -> str:
     """Return 12 hex digits that name what is computed, whatever it is computed on and however often it is looked at."""
-    what = {key: value for key, value in content(experiment).items() if key not in _RUNTIME}
+    when = {"eval_every"} if experiment.patience else set()  # the only run that looks at what it sees on the way
+    what = {key: value for key, value in content(experiment).items() if key not in _RUNTIME - when}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 

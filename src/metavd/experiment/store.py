@@ -5,6 +5,7 @@ rounds.jsonl    one line a round; where there was an evaluation, its metrics
 clients.csv     one line a client at the last evaluation
 result.json     the result; there only when the run is finished
 checkpoint/     see engine.checkpoint
+best/           likewise, the states with the best validation, where the run stops early
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ class Store:
     def checkpoint(self) -> Path:
         """The folder of checkpoints."""
         return self.folder / "checkpoint"
+
+    @property
+    def best(self) -> Path:
+        """The folder of the states with the best validation."""
+        return self.folder / "best"
 
     def is_run(self) -> bool:
         """Whether a run was started here."""

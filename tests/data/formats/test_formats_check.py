@@ -7,7 +7,9 @@ import inspect
 import numpy as np
 import pytest
 
-from metavd.data.formats import FORMATS, check, info, load, options, suggest
+from metavd.data import formats
+from metavd.data.collection import suggest
+from metavd.data.formats import FORMATS, check, info, load, options
 from metavd.data.source import SourceError, arrays
 
 
@@ -102,15 +104,21 @@ def test_check_notes(make, rng, tmp_path):
 def test_table_matches_the_loaders():
     """Every option of the table is one of the loader and of the plan, with the same default."""
     assert set(FORMATS) == {
-        "cifar10", "cifar100", "femnist", "celeba", "mnist", "fashion-mnist", "emnist", "npz", "folder",
+        "digits", "cifar10", "cifar100", "femnist", "celeba", "mnist", "fashion-mnist", "emnist", "npz", "folder",
     }  # fmt: skip
     for name, entry in FORMATS.items():
         assert entry.name == name
         assert "\n" not in entry.description
-        assert set(entry.defaults) == {
-            "clients", "unseen", "cohort", "partition", "test_rows", "rounds", "batch", "model",
-        }  # fmt: skip
-        for function, extra in ((entry.loader, {"root", "cache", "note"}), (entry.plan, {"root"})):
+        if name in ("npz", "folder"):
+            assert not entry.defaults
+        else:
+            assert set(entry.defaults) - {"drop_from"} == {
+                "clients", "unseen", "cohort", "partition", "test_rows", "rounds", "batch", "model",
+            }  # fmt: skip
+        functions = [(entry.plan, {"root"})]
+        if entry.files:
+            functions.append((getattr(formats, f"load_{name.replace('-', '_')}"), {"root", "cache", "note"}))
+        for function, extra in functions:
             parameters = inspect.signature(function).parameters
             assert set(parameters) == {*entry.options, *extra}
             for key, option in entry.options.items():

@@ -16,7 +16,7 @@ from .folder import load_folder
 from .idx import load_emnist, load_fashion_mnist, load_mnist
 from .leaf import load_femnist
 from .npz import load_npz
-from .registry import FORMATS, Info, Option, info, load, options, suggest
+from .registry import FORMATS, Info, Option, info, load, options
 
 __all__ = [
     "BY_HAND",
@@ -48,5 +48,4 @@ __all__ = [
     "load_mnist",
     "load_npz",
     "options",
-    "suggest",
 ]

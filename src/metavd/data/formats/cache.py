@@ -52,7 +52,7 @@ def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
 
     With a folder the images are mapped, privately: changing them in memory does not change the file.
     """
-    if folder is None:
+    if folder is None or not plan.files:  # what has no files cannot be read faster from one
         return _read(plan)
     folder = Path(folder)
     before = _digest(plan)

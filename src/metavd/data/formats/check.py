@@ -153,7 +153,7 @@ def _plans(root: Path, problems: list[Problem]) -> list[tuple[Info, Plan]]:
     found: list[tuple[Info, Plan]] = []
     taken: set[Path] = set()
     for info in FORMATS.values():
-        if info.name in ("npz", "folder"):
+        if info.name in ("npz", "folder") or not info.files:
             continue
         for options in info.variants:
             try:

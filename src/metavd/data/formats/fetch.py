@@ -163,7 +163,11 @@ def _alone(part: Path) -> Iterator[BinaryIO]:
             pass
         except OSError:
             raise SourceError(f"{part} is being downloaded by another process; wait for it.") from None
-        yield file
+        try:
+            yield file
+        finally:
+            if os.fstat(file.fileno()).st_size == 0:  # nothing to go on from
+                part.unlink()
 
 
 def _transfer(remote: Remote, file: BinaryIO, progress: Progress | None, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Every dataset that can be read from files, by name: how to find it, its options, and settings that suit it."""
+"""Every dataset that can be asked for by name: how to find its files, its options, and settings that suit it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..source import Source, SourceError
+from ..source import Source, SourceError, digits
 from .cache import Note, cached, log
-from .celeba import LAYOUTS, load_celeba, plan_celeba
-from .cifar import load_cifar10, load_cifar100, plan_cifar10, plan_cifar100
+from .celeba import LAYOUTS, plan_celeba
+from .cifar import plan_cifar10, plan_cifar100
 from .files import Plan
-from .folder import load_folder, plan_folder
+from .folder import plan_folder
 from .idx import (
     SPLITS,
     WRITERS,
-    load_emnist,
-    load_fashion_mnist,
-    load_mnist,
     plan_emnist,
     plan_fashion_mnist,
     plan_mnist,
 )
-from .leaf import load_femnist, plan_femnist
-from .npz import CHANNELS, load_npz, plan_npz
+from .leaf import plan_femnist
+from .npz import CHANNELS, plan_npz
 
 
 @dataclass(frozen=True)
@@ -46,14 +41,15 @@ class Info:
 
     name: str
     description: str
-    loader: Callable[..., Source]
     plan: Callable[..., Plan]
-    """Finds the files without reading them."""
+    """Finds the files below a folder (for npz and folder: at a path) without reading them."""
     options: Mapping[str, Option]
     defaults: dict[str, Any]
-    """Experiment settings that suit the dataset, by the names of the experiment's options."""
+    """Experiment settings that suit the dataset, by name; empty where they depend on what the files hold."""
     variants: tuple[dict[str, Any], ...] = ({},)
     """Options under which `check` looks for it; the first that finds something is enough."""
+    files: bool = True
+    """Whether there are files to look for."""
 
 
 def _flag(text: str) -> bool:
@@ -84,17 +80,29 @@ _SIZE = "side of the square images in pixels, HEIGHTxWIDTH, or none to keep them
 _PHOTOS = {"clients": 100, "unseen": 30, "cohort": 10, "partition": "dirichlet:0.5", "test_rows": "independent",
            "rounds": 1000, "batch": 64, "model": "cnn"}  # fmt: skip
 _WRITERS = {**_PHOTOS, "clients": 160, "unseen": 40, "cohort": 20, "partition": "natural"}
-_OWN = {"clients": 20, "unseen": 5, "cohort": 5, "partition": "dirichlet:0.5", "test_rows": "consistent",
-        "rounds": 100, "batch": 32, "model": "auto"}  # fmt: skip
+_DIGITS = {"clients": 24, "unseen": 6, "cohort": 6, "partition": "dirichlet:0.5", "test_rows": "consistent",
+           "rounds": 60, "batch": 32, "drop_from": 30, "model": "mlp"}  # fmt: skip
 _AUGMENT = Option(False, "whether crops and flips leave the label as it is", _flag)
+
+
+def _plan_digits(root: Path | str) -> Plan:
+    return Plan("digits", Path(root), (), lambda _: digits())
+
 
 FORMATS: dict[str, Info] = {
     info.name: info
     for info in (
         Info(
+            "digits",
+            "1,797 handwritten digits, 8 x 8 pixels, 10 classes; part of the installation, no download",
+            _plan_digits,
+            {},
+            dict(_DIGITS),
+            files=False,
+        ),
+        Info(
             "cifar10",
             "60,000 photographs, 32 x 32 pixels, 10 classes; binary or python version, folder or archive",
-            load_cifar10,
             plan_cifar10,
             {"subset": _SUBSET},
             dict(_PHOTOS),
@@ -102,7 +110,6 @@ FORMATS: dict[str, Info] = {
         Info(
             "cifar100",
             "60,000 photographs, 32 x 32 pixels, 100 classes; binary or python version, folder or archive",
-            load_cifar100,
             plan_cifar100,
             {"labels": Option("fine", "fine (100 classes) or coarse (20)"), "subset": _SUBSET},
             dict(_PHOTOS),
@@ -110,7 +117,6 @@ FORMATS: dict[str, Info] = {
         Info(
             "femnist",
             "handwriting of 3,550 writers, 28 x 28 pixels, 62 classes; LEAF's JSON shards",
-            load_femnist,
             plan_femnist,
             {"split": Option(False, "read LEAF's own train/ and test/ even beside all_data/", _flag)},
             dict(_WRITERS),
@@ -118,7 +124,6 @@ FORMATS: dict[str, Info] = {
         Info(
             "celeba",
             "faces of celebrities, an attribute as label; original layout, LEAF's lists or celeba32.npz",
-            load_celeba,
             plan_celeba,
             {
                 "attribute": Option("Smiling", "which of the 40 attributes is the label"),
@@ -132,7 +137,6 @@ FORMATS: dict[str, Info] = {
         Info(
             "mnist",
             "70,000 handwritten digits, 28 x 28 pixels; idx files with QMNIST's writers, or mnist_by_writer.npz",
-            load_mnist,
             plan_mnist,
             {"writers": Option("auto", " or ".join(WRITERS))},
             dict(_WRITERS),
@@ -140,7 +144,6 @@ FORMATS: dict[str, Info] = {
         Info(
             "fashion-mnist",
             "70,000 articles of clothing, 28 x 28 pixels, 10 classes; idx files",
-            load_fashion_mnist,
             plan_fashion_mnist,
             {},
             dict(_PHOTOS),
@@ -148,7 +151,6 @@ FORMATS: dict[str, Info] = {
         Info(
             "emnist",
             "handwritten letters and digits, 28 x 28 pixels, 10 to 62 classes by split; idx files or NIST's gzip.zip",
-            load_emnist,
             plan_emnist,
             {
                 "split": Option("byclass", " or ".join(SPLITS)),
@@ -160,19 +162,17 @@ FORMATS: dict[str, Info] = {
         Info(
             "npz",
             "your own arrays: images or features, label, and perhaps client and split, in one .npz",
-            load_npz,
             plan_npz,
             {
                 "channels": Option("auto", " or ".join(CHANNELS)),
                 "name": Option(None, "what the dataset is called; the file's name if not given"),
                 "augment": _AUGMENT,
             },
-            dict(_OWN),
+            {},
         ),
         Info(
             "folder",
             "your own pictures: class/picture or client/class/picture, perhaps below train/ and test/",
-            load_folder,
             plan_folder,
             {
                 "size": Option(None, _SIZE, _size),
@@ -180,7 +180,7 @@ FORMATS: dict[str, Info] = {
                 "name": Option(None, "what the dataset is called; the folder's name if not given"),
                 "augment": _AUGMENT,
             },
-            dict(_OWN),
+            {},
         ),
     )
 }
@@ -190,8 +190,8 @@ def info(name: str) -> Info:
     """Return what is known of a format, before anything is read."""
     if name not in FORMATS:
         close = difflib.get_close_matches(str(name).lower(), FORMATS, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(close)}" if close else f"known are {', '.join(sorted(FORMATS))}"
-        raise SourceError(f"There is no dataset {name!r}; {hint}.")
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(FORMATS))}."
+        raise SourceError(f"There is no dataset {name!r}; {hint}")
     return FORMATS[name]
 
 
@@ -212,28 +212,6 @@ def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def load(name: str, root: Path | str, *, cache: Path | None = None, note: Note = log, **given: Any) -> Source:
+def load(name: str, root: Path | str = ".", *, cache: Path | None = None, note: Note = log, **given: Any) -> Source:
     """Return the dataset of that name from the files below root (for npz and folder: at root)."""
     return cached(info(name).plan(root, **options(name, given)), cache, note)
-
-
-def suggest(data: Source) -> dict[str, Any]:
-    """Return experiment settings for a dataset that nobody has chosen any for.
-
-    Its own clients if it has some, a fifth of them unseen; else as many as leaves each about 50 rows, at most 20.
-    """
-    train = len(data.y) if data.test is None else int((~data.test).sum())
-    if data.client is not None:
-        owners = min(int((np.unique(data.client, return_counts=True)[1] > 1).sum()), 130)
-    else:
-        owners = min(max(train // 50, 2), 25)
-    unseen = owners // 5
-    clients = max(owners - unseen, 1)
-    return {
-        **_OWN,
-        "clients": clients,
-        "unseen": unseen,
-        "cohort": max(min(clients, 2), clients // 8),
-        "partition": "dirichlet:0.5" if data.client is None else "natural",
-        "test_rows": "consistent",
-    }

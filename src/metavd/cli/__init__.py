@@ -1,0 +1,75 @@
+"""The command line: reads argv, calls the rest. The only place that knows about terminals and exit statuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ..core.types import NonFiniteError
+from ..data.cohort import ParticipationError
+from ..data.partition import PartitionError
+from ..data.source import SourceError
+from ..experiment.run import InterruptedRun
+from ..experiment.spec import SpecError
+from ..experiment.store import StoreError
+from ..methods import MethodError
+from ..version import VERSION
+from .catalogue import datasets_command, methods_command
+from .data import data_group
+from .train import compare_command, run_command, show_command
+
+WRONG_INPUT = (MethodError, SourceError, PartitionError, ParticipationError, SpecError, StoreError)
+"""What is the user's to mend: one sentence, exit status 2."""
+
+
+@click.group(
+    invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.version_option(VERSION, prog_name="metavd")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Personalised, Bayesian federated learning.
+
+    \b
+    metavd run                          train reptile+metavd on the embedded digits, beside fedavg
+    metavd run maml+metavd --rounds 50  train one method
+    metavd compare fedavg reptile       several methods and seeds, one table
+    metavd methods                      what can be trained
+    metavd show DIR                     a finished run again
+    """  # noqa: D301 - click reads the backspace as "keep these lines"
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (run_command, compare_command, show_command, methods_command, datasets_command, data_group):
+    cli.add_command(command)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exit status 0 only for a finished job, 2 for wrong input, 1 for failure."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        cli.main(args=argv, prog_name="metavd", standalone_mode=False)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except WRONG_INPUT as error:
+        _fail(str(error), 2)
+    except (InterruptedRun, NonFiniteError) as error:
+        _fail(str(error), 1)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("stopped", 1)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python would complain once more when it closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+
+
+def _fail(text: str, status: int) -> None:
+    click.echo(f"metavd: {text}", err=True)
+    sys.exit(status)

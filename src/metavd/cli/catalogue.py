@@ -1,0 +1,104 @@
+"""metavd methods, datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.table import Table
+
+from .. import methods as catalogue
+from ..data.formats import FORMATS
+from ..experiment.spec import FROM_DATA, HELP, Experiment
+from .terminal import console
+
+
+@click.command("methods")
+@click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
+@click.argument("name", required=False)
+def methods_command(name: str | None, as_json: bool) -> None:
+    """List every method, or everything about NAME: options, defaults, the paper's search space."""
+    chosen = [catalogue.check(name)] if name else list(catalogue.NAMES)
+    described = [catalogue.describe(each) for each in chosen]
+    if as_json:
+        click.echo(json.dumps(described, indent=2))
+        return
+    out = console()
+    if name:
+        about = described[0]
+        out.print(f"[bold]{about['name']}[/bold]: {about['text']}\n{about['paper']}\n")
+        table = Table("option", "default", "meaning", "may be", "paper searched")
+        for option in about["options"]:
+            table.add_row(option["name"], _text(option["default"]), option["help"], _allowed(option),
+                          ", ".join(f"{value:g}" for value in option.get("search", ())))  # fmt: skip
+        out.print(table)
+        table = Table("setting", "default", "of every run, for --set as well")
+        for setting, meaning in HELP.items():
+            default = "the dataset's" if setting in FROM_DATA else _text(getattr(Experiment(), setting))
+            table.add_row(setting, default, meaning)
+        out.print(table)
+        return
+    table = Table("method", "what it is", "paper")
+    for about in described:
+        table.add_row(about["name"], about["text"], about["paper"])
+    out.print(table)
+    table = Table("part of a method", "its options = defaults, and in braces what the paper searched")
+    for sign, entries in (("", catalogue.BASES), ("+", catalogue.REGULARISERS), ("+", catalogue.EXTRAS)):
+        for part, entry in entries.items():
+            table.add_row(sign + part, ", ".join(_brief(option) for option in entry.options))
+    out.print(table)
+    click.echo("metavd methods NAME explains a method's options; metavd methods --json shows everything.")
+
+
+def _brief(option: catalogue.Option) -> str:
+    searched = option.search and f" {{{option.search[0]:g}..{option.search[-1]:g}}}"
+    return f"{option.name}={_text(option.default)}{searched or ''}"
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _allowed(option: Mapping[str, Any]) -> str:
+    if "choices" in option:
+        return " | ".join(option["choices"])
+    low, high = option.get("low"), option.get("high")
+    if low is None:
+        return ""
+    return f"{low:g} to {high:g}" if high is not None else f"{low:g} or more"
+
+
+def _given(value: object) -> str:
+    """Write a default as one would type it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+@click.command("datasets")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def datasets_command(as_json: bool) -> None:
+    """List the datasets, their options and the settings that each brings."""
+    if as_json:
+        rows = [
+            {
+                "name": info.name, "description": info.description, "defaults": info.defaults,
+                "options": {key: {"default": each.default, "help": each.help} for key, each in info.options.items()},
+            }
+            for info in FORMATS.values()
+        ]  # fmt: skip
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("dataset", "what it is", "its options = defaults", "settings that it brings", show_lines=True)
+    for info in FORMATS.values():
+        brings = ", ".join(f"{key}={value}" for key, value in info.defaults.items()) or "what suits its content"
+        options = ", ".join(f"{key}={_given(each.default)}" for key, each in info.options.items())
+        table.add_row(info.name, info.description, options, brings)
+    console().print(table)
+    click.echo(
+        "Files are looked for below --root DIR (METAVD_DATA, else data); npz and folder take a path. For example:\n"
+        "  --data cifar100   --data celeba:attribute=Male,size=64   --data npz:mine.npz   --data folder:photos\n"
+        "  --data celeba+cifar100+mnist   several at once, see domains in metavd methods NAME\n"
+        "metavd data fetch NAME downloads; metavd data check PATH says what a path holds; metavd data show draws the "
+        "clients."
+    )

@@ -1,0 +1,164 @@
+"""metavd run, compare, show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from .. import methods as catalogue
+from ..data.collection import Collection, load
+from ..experiment.compare import COLUMNS, cell, compare
+from ..experiment.run import complete, run
+from ..experiment.spec import Experiment, SpecError, spec_hash
+from ..experiment.store import Store
+from .terminal import Reporter, console, experiment_of, settings_of, shared, words
+
+
+@click.command("run")
+@click.argument("given_words", nargs=-1, metavar="[METHOD] [KEY=VALUE]...")
+@shared
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.")
+@click.option(
+    "--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]"
+)
+def run_command(
+    *, given_words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...], resume: bool,
+    baseline: str | None, **given: Any,
+) -> None:  # fmt: skip
+    """Train METHOD and show how well every client is served.
+
+    Without METHOD: reptile+metavd, and fedavg under the same conditions beside it.
+    """
+    names, more = words(given_words)
+    if len(names) > 1:
+        raise SpecError(f"run takes one method, but got {' and '.join(names)}; metavd compare takes several")
+    method = names[0] if names else None
+    if resume and out and not config and not method and Store(Path(out)).is_run():
+        config = str(Store(Path(out)).config)  # an unfinished run knows what it is
+    settings = settings_of(config, [*pairs, *more], given)
+    if method is None and "method" not in settings and baseline is None:
+        baseline = "fedavg"
+    wanted = experiment_of(settings, method)
+    reporter = Reporter()
+    data = load(wanted.data, wanted.root, reporter.note)
+    planned = [(wanted, Path(out) if out else default_folder(wanted, data))]
+    if baseline:
+        fitting = {key: value for key, value in settings.items() if key != "method"}
+        known = catalogue.options_of(catalogue.check(baseline))
+        shared = {key: value for key, value in fitting.items() if key in known or key not in wanted.options}
+        other = experiment_of(shared, baseline)
+        planned.append((other, planned[0][1] / "baseline" if out else default_folder(other, data)))
+    for experiment, _ in planned:
+        complete(experiment, data)
+    try:
+        results = [
+            run(e, out=folder, resume=resume or out is None, source=data, listener=reporter) for e, folder in planned
+        ]
+    finally:
+        reporter.stop()
+    print_results(results)
+    click.echo(f"\nFiles: {planned[0][1]}" + (f" and {planned[1][1]}" if baseline else ""))
+
+
+def default_folder(experiment: Experiment, data: Collection) -> Path:
+    """Return runs/DATA-METHOD-sSEED-HASH: the same run always has the same folder."""
+    e = complete(experiment, data)
+    name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]  # paths and options of the data in a form that folders can have
+    return Path("runs") / f"{name}-{e.method}-s{e.seed}-{spec_hash(e)[:6]}"
+
+
+@click.command("compare")
+@click.argument("given_words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
+@shared
+@click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds a method.")
+@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
+def compare_command(
+    *, given_words: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...],
+    page: str | None, **given: Any,
+) -> None:  # fmt: skip
+    """Train several METHODs with several seeds; mean and 95 % interval in one table.
+
+    METHOD may be the one word all. Finished runs in DIR are read, not run again; unfinished ones go on.
+    """
+    methods, more = words(given_words)
+    if not methods:
+        raise SpecError("compare needs at least one method, for example metavd compare fedavg reptile+metavd")
+    settings = settings_of(config, [*pairs, *more], given)
+    names = list(catalogue.NAMES) if methods == ["all"] else [catalogue.check(name) for name in dict.fromkeys(methods)]
+    folder = Path(out) if out else Path("runs") / "compare"
+    reporter = Reporter()
+    try:
+        wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
+        rows = compare(names, seeds=seeds, out=folder, listener=reporter, page=wanted, **settings)
+    finally:
+        reporter.stop()
+    table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        table.add_row(name, *(cell(heading, row[heading]) for heading in COLUMNS))
+    console().print(table)
+    click.echo(f"Files: {folder / 'comparison.md'}, {folder / 'comparison.json'}")
+
+
+@click.command("show")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
+def show_command(folders: tuple[str, ...]) -> None:
+    """Show the result of finished runs again."""
+    print_results([Store(Path(folder)).read_result() for folder in folders])
+
+
+_ROWS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Any], str], ...] = (
+    ("accuracy", "%", lambda part: part["accuracy"], "mean over clients, weighted by their training data"),
+    ("worst client", "%", lambda part: part["worst_client"], "accuracy of the client served worst"),
+    (
+        "calibration error",
+        "%",
+        lambda part: part["ece_top1"],
+        "how far confidence is from accuracy (ECE); lower is better",
+    ),
+    ("NLL", "", lambda part: part["nll"], "surprise at the true labels; lower is better"),
+)
+
+
+def print_results(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print what a newcomer wants to know of one run or of several side by side."""
+    first = results[0]
+    title = f"{first['data']}, {first['rounds']} rounds, seed {first['seed']}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for result in results:
+        table.add_column(result["method"], justify="right")
+    table.add_column("what it means")
+    for part, name in (("test", "participating"), ("unseen", "never seen")):
+        counts = "/".join(dict.fromkeys(str(result[part]["clients"]) for result in results))
+        table.add_row(f"[bold]{name} clients ({counts})[/bold]", *[""] * len(results), "")
+        for label, unit, get, meaning in _ROWS:
+            table.add_row(f"  {label}", *(_number(get(result[part]), unit) for result in results), meaning)
+        for domain in first.get("domains", ()):
+            found = (result.get("domains", {}).get(domain, {}).get(part) for result in results)
+            table.add_row(f"  accuracy on {domain}", *(_number(value, "%") for value in found), "of its test rows")
+        table.add_section()
+    table.add_row("[bold]cost[/bold]", *[""] * len(results), "")
+    table.add_row("  traffic MB", *(f"{(r['bytes']['down'] + r['bytes']['up']) / 1e6:.2f}" for r in results),
+                  "sent in both directions in all rounds")  # fmt: skip
+    if any(result["sparsity"]["layer"] for result in results):
+        table.add_row(
+            "  weights dropped", *(_number(r["sparsity"]["layer"], "%") for r in results), "in the masked layer"
+        )
+    table.add_row("  seconds", *(f"{result['seconds']:.1f}" for result in results), "training and evaluation")
+    console().print(table)
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" if unit == "%" else f"{value:.3f}"

@@ -1,0 +1,180 @@
+"""What a run is asked to train on: one dataset or several, as one text.
+
+    digits    cifar100:labels=coarse    npz:mine.npz    folder:photos,size=32    celeba+cifar100:labels=coarse+mnist
+
+A text is dataset[+dataset]..., a dataset is NAME[:[PATH][,OPTION=VALUE]...]. A plus sign or a comma inside a path is
+part of it unless the name of a dataset, or of an option and an equals sign, follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import formats
+from .domains import federate_domains, reshape
+from .formats.cache import Note, log
+from .partition import Federation, federate
+from .source import Source, SourceError
+
+OWN = ("npz", "folder")
+"""Formats of a user's own files: they need a path, and nothing is known of their content beforehand."""
+
+CACHE = ".cache"
+"""Folder below the data's for copies that load fast."""
+
+
+class Part(NamedTuple):
+    """One dataset of a text."""
+
+    name: str
+    path: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Collection:
+    """Datasets in memory, as a run uses them."""
+
+    name: str
+    """As it was asked for."""
+    sources: tuple[Source, ...]
+    defaults: Mapping[str, Any]
+    """Settings that suit it, by the names of the experiment's fields and options."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Name the content of all sources."""
+        return "+".join(source.fingerprint for source in self.sources)
+
+
+def parse(text: str) -> tuple[Part, ...]:
+    """Read a text, without looking at any file.
+
+    >>> parse("celeba:attribute=Male+folder:my+photos,size=32")[1]
+    Part(name='folder', path='my+photos', options={'size': 32})
+    """
+    names = "|".join(sorted((re.escape(name) for name in formats.FORMATS), key=len, reverse=True))
+    words = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", text)
+    parts = tuple(_part(word) for word in words)
+    seen = [part.name for part in parts if part.name not in OWN]
+    for name in seen:
+        if seen.count(name) > 1:
+            raise SourceError(f"The data {text!r} names {name} twice; each dataset may stand once.")
+    return parts
+
+
+def _part(word: str) -> Part:
+    name, colon, rest = word.partition(":")
+    if name not in formats.FORMATS and ((word and Path(word).is_dir()) or word.endswith(".npz")):
+        kind = "npz" if word.endswith(".npz") else "folder"
+        raise SourceError(f"There is no dataset {word!r}; for your own files write {kind}:{word}.")
+    known = formats.info(name).options
+    path, *pairs = re.split(rf"(?:^|,)(?=(?:{'|'.join(known)})=)", rest) if known else [rest]
+    if name in OWN and not path:
+        raise SourceError(f"The data {word!r} names no path; write {name}:PATH.")
+    if name not in OWN and (path or (colon and not pairs)):
+        takes = f"it takes {' or '.join(f'{key}=VALUE' for key in known)}" if known else "it takes none"
+        raise SourceError(f"The data {word!r} gives {name} {path or 'nothing'!r} for an option, but {takes}.")
+    return Part(name, path, formats.options(name, dict(pair.split("=", 1) for pair in pairs)))
+
+
+def load(text: str, root: Path | str = "data", note: Note = log) -> Collection:
+    """Return the datasets of a text: your own from their paths, the others from the files below `root`."""
+    root = Path(root)
+    sources = []
+    for name, path, options in parse(text):
+        place = Path(path).expanduser() if path else root.expanduser()
+        if not path and formats.info(name).files and not place.exists():
+            fetch = f", or get them with metavd data fetch {name}" if name in formats.REMOTES else ""
+            raise SourceError(
+                f"{name} is looked for below {place}, but there is no such folder; "
+                f"say where its files are with --root DIR or METAVD_DATA{fetch}."
+            )
+        sources.append(formats.load(name, place, cache=root.expanduser() / CACHE, note=note, **options))
+    return Collection(text, tuple(_told_apart(sources)), _together(sources, [part.name for part in parse(text)]))
+
+
+def collect(own: Source | Sequence[Source] | Collection) -> Collection:
+    """Return a user's own dataset or datasets as a collection."""
+    if isinstance(own, Collection):
+        return own
+    sources = [own] if isinstance(own, Source) else list(own)
+    if not sources:
+        raise SourceError("No dataset was given; give at least one.")
+    return Collection("+".join(source.name for source in sources), tuple(sources), _together(sources))
+
+
+def deal(
+    data: Collection,
+    *,
+    kind: str = "mixed",
+    image_size: int = 0,
+    channels: int = 0,
+    **settings: Any,
+) -> Federation:
+    """Decide who holds which row; see `partition.federate` and, for several datasets, `domains.federate_domains`."""
+    if len(data.sources) > 1:
+        return federate_domains(data.sources, kind=kind, size=image_size, channels=channels, **settings)
+    source = reshape(data.sources[0], image_size, channels)
+    return federate(source, **settings)
+
+
+# Settings that suit
+
+
+def suggest(source: Source) -> dict[str, Any]:
+    """Return settings for a dataset that nobody has chosen any for.
+
+    Its own clients if it has some, a fifth of them unseen; else as many as leaves each about 50 rows, at most 25.
+    """
+    train = len(source.y) if source.test is None else int((~source.test).sum())
+    if source.client is not None:
+        owners = min(int((np.unique(source.client, return_counts=True)[1] > 1).sum()), 130)
+    else:
+        owners = min(max(train // 50, 2), 25)
+    unseen = owners // 5
+    clients = max(owners - unseen, 1)
+    return {
+        "clients": clients,
+        "unseen": unseen,
+        "cohort": max(min(clients, 2), clients // 8),
+        "partition": "dirichlet:0.5" if source.client is None else "natural",
+        "test_rows": "consistent",
+        "rounds": 100,
+        "batch": 32,
+        "model": "auto",
+    }
+
+
+def _suits(source: Source, name: str | None) -> dict[str, Any]:
+    known = formats.info(name).defaults if name else {}
+    if known.get("partition") == "natural" and source.client is None:  # MNIST without its list of writers
+        return {**known, "partition": "dirichlet:0.5"}
+    return dict(known) or suggest(source)
+
+
+def _together(sources: Sequence[Source], names: Sequence[str | None] | None = None) -> dict[str, Any]:
+    """Settings for all at once: the first one's, no more clients than each can give."""
+    each = [_suits(source, name) for source, name in zip(sources, names or (None,) * len(sources), strict=True)]
+    if len(each) == 1:
+        return each[0]
+    dealt = [settings["partition"] for settings in each if settings["partition"] != "natural"]
+    fewest = {key: min(settings[key] for settings in each) for key in ("clients", "unseen", "cohort")}
+    most = {"rounds": max(settings["rounds"] for settings in each)}
+    return {**each[0], **fewest, **most, "partition": dealt[0] if dealt else "natural", "model": "auto"}
+
+
+def _told_apart(sources: Sequence[Source]) -> list[Source]:
+    """Number the names of your own files where two are called alike."""
+    names = [source.name for source in sources]
+    return [
+        replace(source, name=f"{source.name}-{index}") if names.count(source.name) > 1 else source
+        for index, source in enumerate(sources)
+    ]
