@@ -84,7 +84,7 @@ def test_run_writes_all_that_the_issue_names(metavd: Metavd, tmp_path: Path, met
     outcome = metavd("run", method, "--out", "run", "--seed", "3", *SHORT, "eval_every=1")
     assert outcome.status == 0
     names = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
-    assert names == {"config.toml", "rounds.jsonl", "clients.csv", "checkpoint", "result.json"}
+    assert names == {"config.toml", "rounds.jsonl", "clients.csv", "details.json", "checkpoint", "result.json"}
     result = result_of(tmp_path / "run")
     assert (result["method"], result["data"], result["seed"], result["rounds"]) == (method, "digits", 3, 3)
     assert {"version", "device", "seconds", "gap", "diagnostics"} <= set(result)

@@ -76,6 +76,14 @@ def test_stack_and_unstack_are_inverse():
     assert_close(tree.unstack(both, 1), other, rtol=0, atol=0)
 
 
+def test_gather_stacks_and_empties():
+    """Law: the stack is the same, and the trees hold nothing any more."""
+    other = tree.map(lambda value: value + 1.0, A)
+    parts = [dict(A), dict(other)]
+    assert_close(tree.gather(parts), tree.stack([A, other]), rtol=0, atol=0)
+    assert parts == [{}, {}]
+
+
 def test_where_takes_whole_trees():
     """A scalar condition chooses one of two trees, entry by entry, and a NaN in the other does no harm."""
     bad = tree.map(lambda value: value * math.nan, A)

@@ -231,7 +231,7 @@ def test_released_evaluation_is_a_constant_and_three_draws(build, make_batch, na
     model = attach(from_module(_module(), init=xavier), algorithm.noise)
     x, key = make_batch(6).x, rng.key(7)
     wanted = model.apply(known, x, rng.split(key, 3)).mean(0).softmax(-1)
-    assert_close(algorithm.predict(known, x, key), wanted, rtol=0, atol=1e-12)
+    assert_close(algorithm.predict(known, x, key).probs, wanted, rtol=0, atol=1e-12)
 
 
 def _module():
@@ -247,7 +247,7 @@ def test_default_evaluation_is_the_clients_own_posterior_mean(build, make_batch)
     same(algorithm.admit(state.params, state.round, []), received(algorithm, state, NEW))
     x = make_batch(6).x
     model = from_module(_module(), init=xavier)
-    assert_close(algorithm.predict(known, x, rng.key(0)), model.apply(known, x, None)[0].softmax(-1))
+    assert_close(algorithm.predict(known, x, rng.key(0)).probs, model.apply(known, x, None)[0].softmax(-1))
 
 
 def test_vd_is_evaluated_with_its_own_spread(build):
@@ -570,12 +570,12 @@ def test_predict_samples_average(build, make_batch):
     algorithm, state = build("reptile+vd", rate=0.6)
     own = received(algorithm, state)
     model = attach(from_module(_module()), algorithm.noise)
-    assert_close(algorithm.predict(own, x, key), model.apply(own, x, None)[0].softmax(-1))
+    assert_close(algorithm.predict(own, x, key).probs, model.apply(own, x, None)[0].softmax(-1))
     for samples in (1, 7):
         logits = model.apply(own, x, rng.split(key, samples))
         for average, wanted in (("probs", logits.softmax(-1).mean(0)), ("logits", logits.mean(0).softmax(-1))):
             other, _ = build("reptile+vd", rate=0.6, predict="draws", samples=samples, average=average)
-            assert_close(other.predict(own, x, key), wanted, rtol=0, atol=1e-12)
+            assert_close(other.predict(own, x, key).probs, wanted, rtol=0, atol=1e-12)
 
 
 def test_test_noise(build):
@@ -726,7 +726,7 @@ def test_dropout(build, make_batch, rate):
     model = attach(from_module(_module()), noise)
     logits = model.apply(sent, batch.x, rng.split(batch.key, 1))[0]
     assert_close(loss_of(algorithm, state, batch), functional.cross_entropy(logits, batch.y))
-    assert_close(algorithm.predict(sent, batch.x, batch.key), model.apply(sent, batch.x, None)[0].softmax(-1))
+    assert_close(algorithm.predict(sent, batch.x, batch.key).probs, model.apply(sent, batch.x, None)[0].softmax(-1))
     alone, _ = build("fedavg+dropout", rate=rate, layers="fc1")
     noise = replace(noise, layers=("fc1",))
     logits = attach(from_module(_module()), noise).apply(sent, batch.x, rng.split(batch.key, 1))[0]

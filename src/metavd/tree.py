@@ -58,6 +58,11 @@ def stack(trees: Sequence[Params]) -> Params:
     return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
 
 
+def gather(trees: Sequence[Params]) -> Params:
+    """Stack trees and empty them entry by entry, so that a cohort's weights are not in memory twice."""
+    return {name: torch.stack([tree.pop(name) for tree in trees]) for name in list(trees[0])}
+
+
 def unstack(tree: Params, index: int) -> Params:
     """Return one client's tree of a stacked one."""
     return {name: value[index] for name, value in tree.items()}

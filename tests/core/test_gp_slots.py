@@ -69,7 +69,7 @@ def test_personalisation_conditions_on_the_clients_rows(slots, make_batch):
         sweeps=2,
     )
     assert_close({name: own[name] for name in posterior}, posterior)
-    probs = gp_slots.tree_prediction(model, TREE)(own, query, rng.key(9))
+    probs = gp_slots.tree_prediction(model, TREE)(own, query, rng.key(9)).probs
     assert_close(probs, gp.predictive(posterior, model.features(params, query)))
     assert_close(probs.sum(-1), torch.ones(5).double())
 
@@ -81,7 +81,7 @@ def test_padding_and_vmap(slots, make_batch):
     query = make_batch(5, seed=9).x
 
     def answer(batch):
-        return predict(local(params, [batch])[0], query, rng.key(0))
+        return predict(local(params, [batch])[0], query, rng.key(0)).probs
 
     assert_close(answer(make_batch(7, pad=4)), answer(make_batch(7)), rtol=0, atol=1e-10)
     batches = [make_batch(6, seed=i, pad=i) for i in (2, 2)]
@@ -98,7 +98,7 @@ def test_a_client_without_rows_answers_uniformly(slots, make_batch):
     nothing = make_batch(3, pad=0)._replace(mask=torch.zeros(3).double())
     for batches in ([], [nothing]):
         own, _ = gp_slots.conditioned(model, TREE)(params, batches)
-        probs = gp_slots.tree_prediction(model, TREE)(own, query, rng.key(0))
+        probs = gp_slots.tree_prediction(model, TREE)(own, query, rng.key(0)).probs
         assert_close(probs, torch.full((4, 3), 1 / 3).double())
 
 
@@ -109,7 +109,7 @@ def test_classes_never_seen(slots, make_batch, novel, share):
     batch = make_batch(9, classes=2)
     tree = Tree(num_classes=3, chains=4, sweeps=2, novel=novel)
     own, _ = gp_slots.conditioned(model, tree)(params, [batch])
-    probs = gp_slots.tree_prediction(model, tree)(own, make_batch(4, seed=2).x, rng.key(0))
+    probs = gp_slots.tree_prediction(model, tree)(own, make_batch(4, seed=2).x, rng.key(0)).probs
     assert_close(probs[:, 2], torch.full((4,), share).double())
 
 
@@ -153,7 +153,7 @@ def test_a_round_moves_features_and_points(net, setting, make_batch):
         assert_close(value, moved[name].mean(0), rtol=0, atol=1e-12)
     assert (new.params[POINTS] - state.params[POINTS]).abs().max() > 0
     own, _ = algorithm.personalize(algorithm.serve(new.params, torch.tensor(0), new.round), [batch])
-    probs = algorithm.predict(own, batch.x, rng.key(0))
+    probs = algorithm.predict(own, batch.x, rng.key(0)).probs
     assert_close(probs.sum(-1), torch.ones(12).double())
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from metavd import methods
 from metavd.core import rng
 from metavd.core.model import from_module, mlp, xavier
-from metavd.core.types import Algorithm, Batch, NonFiniteError, ServerState
+from metavd.core.types import Algorithm, Answer, Batch, NonFiniteError, ServerState
 from metavd.data.cohort import PERSONAL, TRAIN, Pool, batches, pool
 from metavd.data.partition import federate
 from metavd.data.source import arrays
 from metavd.engine.backend import loop, vectorized
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import simulate
+from metavd.evaluate.metrics import gap_interval, summarize
 from metavd.evaluate.personal import answers, diagnose
 from metavd.tree import Params
 
@@ -127,11 +128,58 @@ def test_many_rows_are_answered_in_parts() -> None:
     fewer = replace(data.federation, test=tuple(rows[:300] for rows in data.federation.test))
     (part, _) = answered(algorithm, data._replace(federation=fewer), state, range(2))
     np.testing.assert_allclose(part.probs, whole.probs[:300], rtol=1e-12, atol=1e-14)
+    assert whole.information.shape == (len(whole.y),)
+    np.testing.assert_allclose(again.information, whole.information, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(part.information, whole.information[:300], rtol=1e-9, atol=1e-14)
+
+
+def test_known_classes_are_those_of_training_rows(data: Pool) -> None:
+    """A class that a client has in its test rows only is not known to it; known and unseen clients alike."""
+    federation, algorithm = data.federation, build("fedavg")
+    y = federation.source.y
+    train = tuple(rows[y[rows] != client % 3] for client, rows in enumerate(federation.train))
+    cut = data._replace(federation=replace(federation, train=train))
+    for clients in (range(4), range(4, 6)):
+        for result in answered(algorithm, cut, started(algorithm), clients):
+            assert result.known.tolist() == [label != result.client % 3 for label in range(3)]
+
+
+@pytest.mark.parametrize("backend", [loop, vectorized(3)], ids=["loop", "vmap"])
+@pytest.mark.parametrize("method", ["fedavg", "fedavg+vd", "pfedgp"])
+def test_only_draws_tell_information(data: Pool, method: str, backend: Any) -> None:
+    """None where a method makes no draws; else a number for each row, none for a client without test rows."""
+    federation = data.federation
+    test = (federation.test[0][:0], federation.test[1][:3], *federation.test[2:])  # ragged: vmap pads
+    gaps = data._replace(federation=replace(federation, test=test))
+    small = {"chains": 2, "sweeps": 1} if method == "pfedgp" else {}
+    algorithm = build(method, **small)
+    assert all(r.information is None for r in answered(algorithm, gaps, started(algorithm), range(4), run=backend))
+    if method == "fedavg+vd":
+        drawing = build(method, predict="draws", samples=3, rate=0.6)
+        empty, *others = answered(drawing, gaps, started(drawing), range(4), run=backend)
+        assert (empty.information, len(empty.y), empty.probs.shape) == (None, 0, (0, 3))
+        for result in others:
+            assert result.information.shape == result.y.shape
+            assert (result.information > 0).all()
+        told = summarize([empty, *others])
+        assert told["mutual_information"] == pytest.approx(np.concatenate([r.information for r in others]).mean())
+        assert told["mutual_information"] < told["entropy"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd"])
+def test_figures_do_not_depend_on_the_backend(data: Pool, method: str) -> None:
+    """Parity: loop and vmap give the same figures to rounding, draws and all."""
+    algorithm = build(method, **({} if method == "fedavg" else {"predict": "draws", "samples": 3}))
+    state = started(algorithm)
+    one, two = (summarize(answered(algorithm, data, state, range(4), run=run)) for run in (loop, vectorized(3)))
+    spans = one.pop("intervals")
+    assert two.pop("intervals") == {name: pytest.approx(span, abs=1e-9) for name, span in spans.items()}
+    assert one == {name: pytest.approx(value, abs=1e-9) for name, value in two.items()}
 
 
 def test_nan_answers_are_named(data: Pool) -> None:
     algorithm = build("fedavg")
-    spoilt = replace(algorithm, predict=lambda own, x, key: algorithm.predict(own, x, key) * math.nan)
+    spoilt = replace(algorithm, predict=lambda own, x, key: Answer(algorithm.predict(own, x, key).probs * math.nan, {}))
     with pytest.raises(NonFiniteError, match=r"round 3: client 0 .*NaN"):
         answered(spoilt, data, started(algorithm, round=3), range(4))
 
@@ -152,7 +200,7 @@ def test_keys_of_training_and_evaluation_are_apart(data: Pool) -> None:
         used["personal"] |= {int(batch.key) for batch in batches}
         return algorithm.personalize(received, batches)
 
-    def predict(own: Params, x: Tensor, key: Tensor) -> Tensor:
+    def predict(own: Params, x: Tensor, key: Tensor) -> Answer:
         used["test"].add(int(key))
         return algorithm.predict(own, x, key)
 
@@ -166,6 +214,21 @@ def test_keys_of_training_and_evaluation_are_apart(data: Pool) -> None:
     assert not used["personal"] & used["test"]
     assert len(used["personal"]) == len(used["test"]) == 3 * 6, "one a client and round"
     assert rng.fold(rng.key(0), TRAIN, 0, 0) != rng.fold(rng.key(0), PERSONAL, 0, 0)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd"])
+def test_training_is_the_same_with_and_without_evaluation(data: Pool, method: str) -> None:
+    """Law: evaluating all clients, drawing and summing up after each round changes no bit of what is trained."""
+    algorithm = build(method, **({} if method == "fedavg" else {"predict": "draws"}))
+    ends = []
+    for evaluated in (False, True):
+        torch.manual_seed(0)
+        for state, _ in simulate(algorithm, data, started(algorithm), rounds=3, cohort=2, backend=loop):
+            if evaluated:
+                known, unseen = (answered(algorithm, data, state, who) for who in (range(4), range(4, 6)))
+                summarize(known), gap_interval(known, unseen)
+        ends.append((state_hash(state), torch.get_rng_state().tolist()))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("method", ["reptile+metavd", "pfedgp", "maml+vd"])

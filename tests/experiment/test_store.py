@@ -37,7 +37,7 @@ def test_life_of_a_folder(tmp_path: Path) -> None:
         for round in (1, 2):
             store.add_round({"round": round, "loss": 0.5})
         assert not store.is_finished()
-        store.finish(RESULT, [{"client": 0, "accuracy": 0.25}, {"client": 1, "accuracy": ""}])
+        store.finish(RESULT, [{"client": 0, "accuracy": 0.25}, {"client": 1, "accuracy": ""}], {})
     assert store.is_finished()
     assert store.read_result() == RESULT
     assert store.config.read_text() == "rounds = 2\n"

@@ -13,16 +13,28 @@ from ..core.types import NonFiniteError
 from ..data.cohort import ParticipationError
 from ..data.partition import PartitionError
 from ..data.source import SourceError
+from ..experiment.paper import PaperError
 from ..experiment.run import InterruptedRun
 from ..experiment.spec import SpecError
 from ..experiment.store import StoreError
+from ..experiment.tables import TableError
 from ..methods import MethodError
 from ..version import VERSION
 from .catalogue import datasets_command, methods_command
 from .data import data_group
+from .paper import paper_command
 from .train import compare_command, run_command, show_command
 
-WRONG_INPUT = (MethodError, SourceError, PartitionError, ParticipationError, SpecError, StoreError)
+WRONG_INPUT = (
+    MethodError,
+    SourceError,
+    PartitionError,
+    ParticipationError,
+    SpecError,
+    StoreError,
+    PaperError,
+    TableError,
+)
 """What is the user's to mend: one sentence, exit status 2."""
 
 
@@ -45,7 +57,15 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run_command, compare_command, show_command, methods_command, datasets_command, data_group):
+for command in (
+    run_command,
+    compare_command,
+    show_command,
+    methods_command,
+    datasets_command,
+    data_group,
+    paper_command,
+):
     cli.add_command(command)
 
 

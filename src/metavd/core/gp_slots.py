@@ -12,7 +12,7 @@ from torch import Tensor
 from ..tree import Params
 from . import gp, rng
 from .local import keep
-from .types import NEW, Admit, Batch, Emit, Local, Model, Objective, Predict
+from .types import NEW, Admit, Answer, Batch, Emit, Local, Model, Objective, Predict
 
 POINTS = "gp_points"
 _BORROW = "gp.borrow"
@@ -83,8 +83,8 @@ def conditioned(model: Model, tree: Tree) -> Local:
 def tree_prediction(model: Model, tree: Tree) -> Predict:
     """Answer from the conditioned tree."""
 
-    def predict(own: Params, x: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        return gp.predictive(own, model.features(own, x), novel=tree.novel)
+    def predict(own: Params, x: Tensor, key: Tensor) -> Answer:  # noqa: ARG001
+        return Answer(gp.predictive(own, model.features(own, x), novel=tree.novel), {})
 
     return predict
 

@@ -4,7 +4,7 @@
     adapted_i  = local(received_i, batches_i)         what client i does with its data
     server'    = server.update(server, {adapted_i})   what the server makes of the answers
     own_i      = personalize(received_i', batches_i)  what a client does before it is used or tested
-    probs      = predict(own_i, x, key)               how a personalised model answers
+    answer     = predict(own_i, x, key)               how a personalised model answers
 
 Shape letters: C clients, T local steps, B batch, S noise draws, K classes, N participating clients.
 """
@@ -103,6 +103,15 @@ class ServerState(NamedTuple):
     """() int64: the run's key."""
 
 
+class Answer(NamedTuple):
+    """What a personalised model says of B rows. Tensors alone, no None: `vmap` returns it as it is."""
+
+    probs: Tensor
+    """(B, K) class probabilities."""
+    drawn: Params
+    """What only draws can tell: "information" (B,), see `predict.mutual_information`; empty where nothing is drawn."""
+
+
 class Server(NamedTuple):
     """`init(key)` starts a run, `update(state, update)` takes one round's answers."""
 
@@ -116,8 +125,8 @@ Local = Callable[[Params, Sequence[Batch]], tuple[Params, Tensor]]
 """(received, one batch a step) -> adapted, and the mean training loss of the steps."""
 Aggregate = Callable[[Params, Tensor], Params]
 """((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets."""
-Predict = Callable[[Params, Tensor, Tensor], Tensor]
-"""(personalised, x (B, ...), key) -> probabilities (B, K)."""
+Predict = Callable[[Params, Tensor, Tensor], Answer]
+"""(personalised, x (B, ...), key) -> what it answers."""
 Serve = Callable[[Params, Tensor, Tensor], Params]
 """(server parameters, client, round) -> what a known client receives when it is to be used or tested."""
 Admit = Callable[[Params, Tensor, Sequence[Batch]], Params]

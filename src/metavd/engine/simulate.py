@@ -72,8 +72,10 @@ def train_round(
     if not len(cohort):
         return state._replace(round=state.round + 1), Record(round, [], list(lost), None, down, 0, dense, 0)
     answers = list(backend(client, _jobs(algorithm, pool, state, cohort)))
-    adapted = tree.stack([params for params, _ in answers])
     losses = torch.stack([loss for _, loss in answers])
+    parts = [dict(params) for params, _ in answers]
+    del answers  # or else the weights would stay where `gather` takes them from
+    adapted = tree.gather(parts)
     _check(adapted | {"loss": losses}, round, cohort)
     sizes = [len(pool.federation.train[client]) for client in cohort.tolist()]
     weight = torch.tensor(sizes, dtype=pool.dtype, device=pool.x.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import rng
 from ..core.emit import OWNED
-from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState
+from ..core.types import Algorithm, Answer, Batch, Job, NonFiniteError, ServerState
 from ..core.variational import rates, without_gradient
 from ..data.cohort import PERSONAL, TEST, Pool, batches
 from ..tree import Params
@@ -23,17 +23,18 @@ _ROWS = 256
 """Test rows answered at once: bounds memory, and fixes which draws a row gets."""
 
 
-Run = Callable[..., Iterator[tuple[Tensor, Params]]]
+Run = Callable[..., Iterator[tuple[Answer, Params]]]
 
 
 def _jobs(algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequence[int], split: str) -> Iterator[Job]:
     device = pool.x.device
-    for client in clients:
-        key = rng.fold(state.key.cpu(), PERSONAL, int(state.round), client)
+    ids = torch.tensor(clients, dtype=torch.int64)
+    # All clients' keys at once: one by one they would cost more than a small client's forward pass.
+    personal_keys, answer_keys = (rng.fold(state.key.cpu(), tag, int(state.round), ids) for tag in (PERSONAL, TEST))
+    for client, key, answer_key in zip(clients, personal_keys, answer_keys.to(device), strict=True):
         own = batches(pool, client, algorithm.personal_batches, key, state.round)
         rows = torch.from_numpy(getattr(pool.federation, split)[client]).to(device)
-        answer_key = rng.fold(state.key.cpu(), TEST, int(state.round), client)
-        yield Job(torch.tensor(client, device=device), own, pool.inputs(rows), answer_key.to(device))
+        yield Job(torch.tensor(client, device=device), own, pool.inputs(rows), answer_key)
 
 
 def personal(algorithm: Algorithm, state: ServerState, *, unseen: bool) -> Callable[[Tensor, Sequence[Batch]], Params]:
@@ -60,26 +61,39 @@ def answers(
     """Personalise each client and answer its test (or validation) rows; also return the client's masks."""
     unseen = bool(clients) and clients[0] >= pool.federation.num_clients
     make = personal(algorithm, state, unseen=unseen)
-    classes = pool.federation.source.num_classes
+    source = pool.federation.source
 
-    def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+    def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Answer, Params]:
         own = make(client, batches)
         if not len(rows):
-            return rows.new_zeros(0, classes), masks_of(own)
+            return Answer(rows.new_zeros(0, source.num_classes), {}), masks_of(own)
         parts = [algorithm.predict(own, part, rng.fold(key, i)) for i, part in enumerate(torch.split(rows, _ROWS))]
-        return torch.cat(parts), masks_of(own)
+        drawn = {name: torch.cat([part.drawn[name] for part in parts]) for name in parts[0].drawn}
+        return Answer(torch.cat([part.probs for part in parts]), drawn), masks_of(own)
 
     with torch.no_grad():
         results = run(client, _jobs(algorithm, pool, state, clients, split))
-        for number, (probs, masks) in zip(clients, results, strict=True):
+        for number, (answer, masks) in zip(clients, results, strict=True):
             rows = getattr(pool.federation, split)[number]
-            answer = probs[: len(rows)].double().cpu().numpy()
-            if not np.isfinite(answer).all():
+            train = pool.federation.train[number]
+            probs = answer.probs[: len(rows)].double().cpu().numpy()
+            if not np.isfinite(probs).all():
                 raise NonFiniteError(
                     f"round {int(state.round)}: client {number} answers with probabilities that are NaN"
                 )
-            size = len(pool.federation.train[number])
-            yield ClientResult(number, size, answer, pool.federation.source.y[rows]), masks
+            # A client without rows may stand beside others in a vmap, which then answers padding for it.
+            drawn = answer.drawn if len(rows) else {}
+            yield (
+                ClientResult(
+                    client=number,
+                    train_size=len(train),
+                    probs=probs,
+                    y=source.y[rows],
+                    known=np.bincount(source.y[train], minlength=source.num_classes) > 0,
+                    information=drawn["information"][: len(rows)].cpu().numpy() if drawn else None,
+                ),
+                masks,
+            )
 
 
 def _stored(state: ServerState, received: Params, entry: str, client: int) -> Tensor:

@@ -28,9 +28,10 @@ from ..data.source import Source
 from ..engine.backend import Backend, loop, threads_for, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.simulate import Record, simulate
-from ..evaluate.metrics import ClientResult, accuracy, nll, of_classes, summarize
+from ..evaluate.metrics import ClientResult, client_figures, gap_interval, of_classes, summarize, tempered
 from ..evaluate.personal import answers, diagnose
 from ..tree import Params
+from .details import details
 from .provenance import provenance
 from .spec import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
 from .store import Store, StoreError
@@ -198,11 +199,14 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         "test": test,
         "unseen": new,
         "gap": new["accuracy"] - test["accuracy"] if both else None,
+        "gap_interval": gap_interval(*parts, released=released),
         "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
         "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
     }
     if setup.experiment.valid and split == "test":
-        summary["valid"] = evaluate_valid(setup, state)
+        held = _held(setup, state)
+        summary["valid"] = summarize(held, released=released)
+        summary["tempered"] = summarize(tempered(parts[0], held), released=released)
     if federation.source.domains:
         summary["domains"] = {
             domain.name: {
@@ -216,10 +220,12 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
 
 def evaluate_valid(setup: Setup, state: ServerState) -> dict[str, Any]:
     """Personalise the participating clients and sum up their answers on validation rows; nothing else is looked at."""
+    return summarize(_held(setup, state), released=setup.experiment.options["variant"] == "released")
+
+
+def _held(setup: Setup, state: ServerState) -> list[ClientResult]:
     clients = range(setup.pool.federation.num_clients)
-    held = answers(setup.algorithm, setup.pool, state, clients, setup.backend, split="valid")
-    released = setup.experiment.options["variant"] == "released"
-    return summarize([result for result, _ in held], released=released)
+    return [each for each, _ in answers(setup.algorithm, setup.pool, state, clients, setup.backend, split="valid")]
 
 
 _TRAFFIC = ("down", "up", "dense_down", "dense_up")
@@ -380,7 +386,9 @@ def _train(
         "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend, **provenance(e.device),
     }  # fmt: skip
     if store is not None:
-        store.finish(result, [_client_line(each, setup) for each in final.clients])
+        released = e.options["variant"] == "released"
+        more = details(setup.algorithm, state, setup.pool.federation, final.clients, released=released)
+        store.finish(result, [_client_line(each, setup) for each in final.clients], more)
     return result
 
 
@@ -398,12 +406,11 @@ def _rounds(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Rec
 
 
 def _client_line(result: ClientResult, setup: Setup) -> dict[str, Any]:
-    tested = len(result.y) > 0
+    figures = {name: "" if value is None else value for name, value in client_figures(result).items()}
     return {
         "client": result.client,
         "unseen": int(result.client >= setup.pool.federation.num_clients),
         "train_size": result.train_size,
         "test_size": len(result.y),
-        "accuracy": accuracy(result.probs, result.y) if tested else "",
-        "nll": nll(result.probs, result.y) if tested else "",
+        **figures,
     }

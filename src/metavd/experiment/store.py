@@ -3,6 +3,7 @@
 config.toml     everything resolved, enough to repeat the run
 rounds.jsonl    one line a round; where there was an evaluation, its metrics
 clients.csv     one line a client at the last evaluation
+details.json    bins and histograms for reports, see experiment.details
 result.json     the result; there only when the run is finished
 checkpoint/     see engine.checkpoint
 best/           likewise, the states with the best validation, where the run stops early
@@ -55,6 +56,11 @@ class Store:
     def result(self) -> Path:
         """The result of a finished run."""
         return self.folder / "result.json"
+
+    @property
+    def details(self) -> Path:
+        """What reports draw."""
+        return self.folder / "details.json"
 
     @property
     def checkpoint(self) -> Path:
@@ -151,13 +157,16 @@ class Store:
         with self.rounds.open("a") as file:
             file.write(_line(record))
 
-    def finish(self, result: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
-        """Write the clients' lines and, last, the result."""
+    def finish(
+        self, result: Mapping[str, Any], clients: Sequence[Mapping[str, Any]], details: Mapping[str, Any]
+    ) -> None:
+        """Write the clients' lines, what reports draw and, last, the result."""
         text = io.StringIO()
         writer = csv.DictWriter(text, list(clients[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(clients)
         write_atomic(self.clients, text.getvalue().encode())
+        write_atomic(self.details, (json.dumps(details, allow_nan=False) + "\n").encode())
         write_atomic(self.result, (json.dumps(result, indent=2) + "\n").encode())
 
 

@@ -1,0 +1,161 @@
+"""metavd paper."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from ..experiment import paper
+from ..experiment.paper import Answer, Compared, PaperError, Protocol, Run, View
+from ..experiment.tables import MEASURES, cells, get, tables
+from .terminal import Reporter, console
+
+STORE = "results/paper.jsonl"
+PAGE = "docs/paper.md"
+
+
+def _list(text: str | None) -> list[str] | None:
+    return [word.strip() for word in text.split(",")] if text else None
+
+
+@click.command("paper")
+@click.argument("what", nargs=-1, required=True, metavar="list | report | all | T1...T17")
+@click.option("--rows", metavar="A,B", help="Only these rows, such as FedAvg,Reptile.")
+@click.option("--columns", metavar="A,B", help="Only these columns; metavd paper list T8 shows them.")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Seeds from 777 on.")
+@click.option("--rounds", type=int, default=0, metavar="N", help="Rounds of training. [default: the paper's 1000]")
+@click.option("--scale", default="full", show_default=True, metavar="full|smoke",
+              help="smoke: every cell in seconds on embedded data, to see that it works.")  # fmt: skip
+@click.option("--test-rows", default="independent", show_default=True, metavar="HOW",
+              help="How test rows are dealt: independent (the paper's), consistent, uniform.")  # fmt: skip
+@click.option("--last", type=int, default=1, show_default=True, metavar="1|5", help="Evaluations averaged at the end.")
+@click.option("--overrides", type=click.Path(), metavar="F.toml", help="Options chosen by validation, by method.")
+@click.option("--store", default=STORE, show_default=True, type=click.Path(), metavar="F", help="Finished runs.")
+@click.option("--work", default="runs/paper", show_default=True, type=click.Path(), metavar="DIR",
+              help="Where runs in progress live; several processes may share it.")  # fmt: skip
+@click.option("--keep", is_flag=True, help="Keep the folders of finished runs there.")
+@click.option("--retry", is_flag=True, help="Run again what diverged.")
+@click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
+@click.option("--out", default=PAGE, show_default=True, type=click.Path(), metavar="F.md", help="Page of the report.")
+@click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
+@click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]")
+def paper_command(
+    *, what: tuple[str, ...], rows: str | None, columns: str | None, seeds: int, rounds: int, scale: str,
+    test_rows: str, last: int, overrides: str | None, store: str, work: str, keep: bool, retry: bool, plan_only: bool,
+    out: str, **runtime: Any,
+) -> None:  # fmt: skip
+    """Run what the paper's tables need, and set ours beside theirs.
+
+    \b
+    metavd paper list               every table, and how much of it is done
+    metavd paper T8 --rows FedAvg   run what is missing of a table, print ours, theirs and the difference
+    metavd paper report             write docs/paper.md from the finished runs
+
+    Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
+    """  # noqa: D301 - click reads the backspace as "keep these lines"
+    chosen = paper.overrides_from(Path(overrides)) if overrides else None
+    how = paper.protocol(
+        scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds
+    )  # fmt: skip
+    action = what[0] if what[0] in {"list", "report"} else ""
+    names = list(what[1:] if action else what)
+    names = list(tables()) if names == ["all"] or (action and not names) else [get(name).name for name in names]
+    reporter = Reporter()
+    if action == "list":
+        _print_list(names, store, how, reporter, in_full=len(what) > 1)
+        return
+    if action == "report":
+        command = f"metavd {shlex.join(sys.argv[1:])}"
+        paper.report(store, out, names=names, how=how, command=command, note=reporter.note)
+        click.echo(f"Written: {out}")
+        return
+    part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
+    if plan_only:
+        _print_plan(paper.plan(names, store, retry=retry, note=reporter.note, **part))
+        return
+    _run(names, store, part, reporter, work=work, keep=keep, retry=retry, runtime=runtime)
+    for name in names:
+        _print_view(paper.table(name, store, **part))
+    click.echo(f"Finished runs: {paper.store_file(store, scale)}")
+
+
+def _run(
+    names: Sequence[str], store: str, part: dict[str, Any], reporter: Reporter, *, runtime: dict[str, Any], **how: Any
+) -> None:
+    def progress(run: Run, number: int, total: int) -> None:
+        reporter.stop()
+        reporter.note(f"{number} of {total}: {', '.join(run.cells)}")
+
+    given = {key: value for key, value in runtime.items() if value is not None}
+    try:
+        outcome = paper.run_missing(names, store, listener=reporter, progress=progress, **part, **how, **given)
+    finally:
+        reporter.stop()
+    if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
+        raise PaperError(outcome.refused[0][1])
+
+
+def _print_list(names: Sequence[str], store: str, how: Protocol, reporter: Reporter, *, in_full: bool) -> None:
+    table = Table("table", "what it is", "cells", "runs done")
+    for name in names:
+        shown = get(name)
+        plan = paper.plan([name], store, how=how, note=reporter.note)
+        about = shown.title
+        if in_full:
+            about += f"\nrows: {', '.join(shown.rows)}\ncolumns: {', '.join(shown.columns)}"
+        done, missing = len(plan.done), len(plan.missing)
+        table.add_row(name, about, str(len(cells(name))), f"{done} of {done + missing}")
+    console().print(table)
+
+
+def _print_plan(plan: paper.Plan) -> None:
+    for run in plan.missing:
+        click.echo(f"{run.settings.get('method', 'no training')}, seed {run.settings['seed']}: {', '.join(run.cells)}")
+    click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
+
+
+def _print_view(view: View) -> None:
+    out = console()
+    for column in dict.fromkeys(answer.cell.column for answer in view.answers):
+        title = f"{view.table.name}, {column}: {view.table.title}"
+        table = Table("", title=title, title_justify="left")
+        for figure in view.table.figures:
+            table.add_column(MEASURES[figure].heading, justify="right")
+            if view.how.scale == "full":
+                table.add_column("paper", justify="right")
+                table.add_column("difference", justify="right")
+        table.add_column("seeds", justify="right")
+        for answer in view.answers:
+            if answer.cell.column == column:
+                table.add_row(answer.cell.row, *_cells(answer, view), str(len(answer.seeds)))
+        out.print(table)
+    if view.how.scale == "full":
+        click.echo(
+            "* beyond noise, by the seeds' spread or, with one seed, by a bootstrap over clients; ? noise unknown"
+        )
+
+
+def _cells(answer: Answer, view: View) -> list[str]:
+    texts = []
+    for each in answer.figures:
+        texts.append(_ours(each, answer))
+        if view.how.scale == "full":
+            mark = "!" if each.figure.mark else ""
+            sign = {True: " *", False: "", None: " ?"}[each.beyond]
+            texts += [
+                f"{each.figure.value:.2f}{mark}",
+                "" if each.difference is None else f"{each.difference:+.2f}{sign}",
+            ]
+    return texts
+
+
+def _ours(each: Compared, answer: Answer) -> str:
+    if each.ours is None:
+        return "failed" if answer.failures else "not run"
+    return f"{each.ours:.2f}" + ("" if each.half is None else f" ± {each.half:.2f}")

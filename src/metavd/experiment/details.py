@@ -1,0 +1,84 @@
+"""What a report draws beyond the figures of a result: bins, histograms and the embeddings, small and without rows.
+
+    details.json
+      reliability   {test, unseen}: {top1, mass, flat}, see `evaluate.calibration.Reliability`; None without test rows
+      entropy       {test, unseen}: edges, and how many right and wrong answers lie between them
+      labels        for each client, how many training rows of each class
+      rates         {layer}: edges, and for each participating client how many dropout rates lie between them
+      embeddings    for each participating client, the server's vector; None where the method has none
+
+Shape letters: C clients, N participating clients, K classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.emit import EMBEDDING
+from ..core.types import Algorithm, ServerState
+from ..core.variational import rates
+from ..data.partition import Federation
+from ..evaluate.metrics import ClientResult, diagrams
+from ..evaluate.scores import correct
+from ..evaluate.uncertainty import entropy
+
+VERSION = 1
+LIMIT = 500
+"""Clients whose labels, rates and embeddings are kept; a picture of more shows no more."""
+_BINS = 20
+
+
+def details(
+    algorithm: Algorithm,
+    state: ServerState,
+    federation: Federation,
+    results: Sequence[ClientResult],
+    *,
+    released: bool = False,
+) -> dict[str, Any]:
+    """Return all of it as plain lists and numbers."""
+    known = federation.num_clients
+    parts = {"test": results[:known], "unseen": results[known:]}
+    return {
+        "version": VERSION,
+        "reliability": {name: diagrams(part, released=released) for name, part in parts.items()},
+        "entropy": {name: _uncertainty([each for each in part if len(each.y)]) for name, part in parts.items()},
+        "labels": [
+            np.bincount(federation.source.y[rows], minlength=federation.source.num_classes).tolist()
+            for rows in (*federation.train[:known][:LIMIT], *federation.train[known:][:LIMIT])
+        ],
+        "rates": _rates(algorithm, state, min(known, LIMIT)),
+        "embeddings": state.params[EMBEDDING][:LIMIT].tolist() if EMBEDDING in state.params else None,
+    }
+
+
+def _uncertainty(results: Sequence[ClientResult]) -> dict[str, list[float]] | None:
+    if not results:
+        return None
+    probs, y = np.concatenate([each.probs for each in results]), np.concatenate([each.y for each in results])
+    right, values = correct(probs, y).astype(bool), entropy(probs)
+    edges = np.linspace(0, math.log(probs.shape[1]), _BINS + 1)
+    values = values.clip(edges[0], edges[-1])  # rounding may put a uniform answer above log K
+    count = {
+        name: np.histogram(values[kept], edges)[0].tolist() for name, kept in (("right", right), ("wrong", ~right))
+    }
+    return {"edges": edges.tolist(), **count}
+
+
+def _rates(algorithm: Algorithm, state: ServerState, count: int) -> dict[str, dict[str, Any]] | None:
+    if algorithm.noise is None:
+        return None
+    edges = torch.linspace(0, 1, _BINS + 1)
+    found: dict[str, list[list[int]]] = {}
+    with torch.no_grad():
+        for client in range(count):
+            received = algorithm.emit.apply(state.params, torch.tensor(client, device=state.round.device), state.round)
+            for layer, rate in rates(algorithm.noise, received).items():
+                bins = torch.histc(rate.float().cpu(), _BINS, 0, 1).long().tolist()
+                found.setdefault(layer, []).append(bins)
+    return {layer: {"edges": edges.tolist(), "clients": clients} for layer, clients in found.items()}
