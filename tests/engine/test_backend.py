@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metavd.core import rng
 from metavd.core.types import Batch, Job
-from metavd.engine.backend import Backend, loop, threads_for, vectorized
+from metavd.engine.backend import Backend, loop, vectorized
 
 SIZES = ([5, 3], [1], [], [4, 4, 2], [2], [5, 5, 5], [3])
 """Rows of each batch of seven clients: ragged in every way, one client without a batch."""
@@ -105,20 +105,3 @@ def test_vmap_refuses_random_numbers_of_its_own() -> None:
 
     with pytest.raises(RuntimeError, match="random"):
         list(vectorized(3)(careless, jobs()))
-
-
-def test_threads_are_given_back() -> None:
-    """A small model on a CPU runs on one thread; afterwards, also after an error, there are as many as before."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        with threads_for(1000, "cpu"):
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-        with pytest.raises(KeyError), threads_for(1000, "cpu"):
-            raise KeyError
-        assert torch.get_num_threads() == 2
-        with threads_for(10**9, "cpu"):
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -37,6 +37,8 @@ class Pool(NamedTuple):
     domain: Tensor | None
     normalise: Callable[..., Tensor]
     dtype: torch.dtype
+    layout: torch.memory_format = torch.contiguous_format
+    """Of the images that a network sees."""
 
     def inputs(self, rows: Tensor, key: Tensor | None = None) -> Tensor:
         """Return rows by number as a network sees them; with a key, photographs are cropped and mirrored at random."""
@@ -48,16 +50,23 @@ class Pool(NamedTuple):
                 augmented = torch.tensor([each.augment for each in source.domains], device=raw.device)
                 changed = torch.where(augmented[domain][:, None, None, None], changed, raw)
             raw = changed
-        return self.normalise(raw, domain)
+        return self.normalise(raw, domain).contiguous(memory_format=self.layout)
 
 
-def pool(federation: Federation, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Pool:
+def pool(
+    federation: Federation,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    channels_last: bool = False,
+) -> Pool:
     """Put the rows on a device, once, in the type that they are stored in."""
     source = federation.source
     x = torch.from_numpy(np.ascontiguousarray(source.x)).to(device)
     y = torch.from_numpy(source.y).to(device)
     domain = None if source.domain is None else torch.from_numpy(source.domain).to(device)
-    return Pool(federation, x, y, domain, transform(source, dtype, device), dtype)
+    layout = torch.channels_last if channels_last and x.ndim == 4 else torch.contiguous_format
+    return Pool(federation, x, y, domain, transform(source, dtype, device), dtype, layout)
 
 
 def probabilities(text: str, num_clients: int, key: Tensor, what: str) -> Tensor:

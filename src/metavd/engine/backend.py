@@ -7,7 +7,6 @@ in the order of the jobs. Both agree to rounding; the loop is the faster one for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -18,22 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..core.types import Batch, Job
 from ..data.cohort import pad
-
-_SMALL = 200_000
-"""Below so many weights, a second thread costs more in waiting than it saves in arithmetic."""
-
-
-@contextmanager
-def threads_for(weights: int, device: str) -> Iterator[None]:
-    """Use one CPU thread while a small model runs."""
-    before = torch.get_num_threads()
-    if device == "cpu" and weights < _SMALL:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
+from .machine import tuned as threads_for  # noqa: F401
 
 Function = Callable[[Tensor, Sequence[Batch], Tensor, Tensor], Any]
 """(client, batches, rows, key) -> any tree of tensors."""

@@ -1,0 +1,61 @@
+"""How a CPU is used while a run lasts: threads by the size of the model, and memory that is not given back in between.
+
+glibc returns every freed block above a threshold to the system and faults it in anew at the next step; a batch's
+activations are such blocks, and the faults take as long as the arithmetic. While a run lasts, blocks stay in the
+process; afterwards the thresholds are as they were at its start and what is free is given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+_SMALL = 200_000
+"""Below so many weights, a second thread costs more in waiting than it saves in arithmetic."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Names of glibc's settings in malloc.h."""
+_USUAL = ((_TRIM_THRESHOLD, 128 << 10), (_TOP_PAD, 128 << 10), (_MMAP_THRESHOLD, 128 << 10))
+# Older versions refuse a threshold above 32 MiB and keep the one before.
+_KEEPING = (
+    (_TRIM_THRESHOLD, (1 << 31) - 1),
+    (_TOP_PAD, 64 << 20),
+    (_MMAP_THRESHOLD, 32 << 20),
+    (_MMAP_THRESHOLD, 1 << 30),
+)
+
+
+@contextmanager
+def tuned(weights: int, device: str) -> Iterator[None]:
+    """Use a CPU well for a model of so many weights; on a GPU, or without glibc, change nothing."""
+    if device != "cpu":
+        yield
+        return
+    before = torch.get_num_threads()
+    if weights < _SMALL:
+        torch.set_num_threads(1)
+    libc = _glibc()
+    try:
+        _set(libc, _KEEPING)
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _set(libc, _USUAL)
+        if libc is not None:
+            libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None)
+        return libc if all(hasattr(libc, name) for name in ("gnu_get_libc_version", "mallopt")) else None
+    except (OSError, TypeError):  # no dynamic loader, or Windows
+        return None
+
+
+def _set(libc: ctypes.CDLL | None, values: Sequence[tuple[int, int]]) -> None:
+    if libc is not None:
+        for name, value in values:
+            libc.mallopt(name, value)

@@ -1,0 +1,52 @@
+"""The CPU's settings: they last as long as a run, and change no result."""
+
+import torch
+
+import metavd
+from metavd.engine import machine
+
+
+def test_threads_come_back_and_small_models_get_one():
+    """Law: a small model runs on one thread, a large one on all, and afterwards everything is as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with machine.tuned(1000, "cpu"):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        with machine.tuned(10**7, "cpu"):
+            assert torch.get_num_threads() == 2
+        with machine.tuned(1000, "cuda"):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_is_kept_while_a_run_lasts_and_given_back():
+    """Law: the thresholds go up on entry, come down on exit, also after an error, and free memory goes back."""
+    calls = []
+
+    class Libc:
+        def mallopt(self, name, value):
+            calls.append((name, value))
+
+        def malloc_trim(self, pad):
+            calls.append(("trim", pad))
+
+    original, machine._glibc = machine._glibc, Libc
+    try:
+        try:
+            with machine.tuned(1, "cpu"):
+                inside = list(calls)
+                raise KeyError
+        except KeyError:
+            pass
+    finally:
+        machine._glibc = original
+    assert inside == list(machine._KEEPING)
+    assert calls[len(inside) :] == [*machine._USUAL, ("trim", 0)]
+
+
+def test_a_machine_without_glibc_runs_all_the_same(monkeypatch):
+    monkeypatch.setattr(machine, "_glibc", lambda: None)
+    assert metavd.run(method="fedavg", rounds=1, clients=3, unseen=0, cohort=1, width=8)["trained_rounds"] == 1
