@@ -15,8 +15,8 @@ import pytest
 import metavd
 
 PUBLIC = {
-    "Algorithm", "Experiment", "Federation", "Source", "__version__", "arrays", "compare", "federate", "from_module",
-    "metrics", "partition", "run",
+    "Algorithm", "Experiment", "Federation", "Personal", "Source", "__version__", "arrays", "compare", "federate",
+    "from_module", "metrics", "partition", "personalize", "run",
 }  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from metavd.core import rng
 from metavd.core.model import from_module, mlp, xavier
 from metavd.core.types import ServerState
 from metavd.data.formats import load
-from metavd.engine.backend import loop, threads_for, vectorized
+from metavd.engine.backend import loop, vectorized
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
+from metavd.engine.machine import tuned
 from metavd.engine.simulate import simulate
 from metavd.evaluate.personal import answers
 from metavd.experiment.run import Setup, Silent, prepare, start
@@ -70,7 +71,7 @@ def setup_of(name: str, options: dict[str, Any] | None = None) -> Setup:
 
 def trained(setup: Setup, state: ServerState | None = None, *, backend: str = "loop", rounds: int = 3) -> ServerState:
     first = state or start(setup)
-    with threads_for(0, "cpu"):
+    with tuned(0, "cpu"):
         steps = simulate(setup.algorithm, setup.pool, first, rounds=rounds, cohort=3, backend=BACKENDS[backend])
         *_, (last, record) = steps
     assert math.isfinite(record.loss)
@@ -92,7 +93,7 @@ def reference(name: str, options: dict[str, Any] | None = None) -> tuple[Setup, 
 def probabilities(setup: Setup, state: ServerState, backend: str = "loop") -> list[np.ndarray]:
     """Return the answers of all clients, participating and unseen."""
     groups = (range(6), range(6, 8))
-    with threads_for(0, "cpu"):
+    with tuned(0, "cpu"):
         return [
             result.probs
             for clients in groups

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .experiment.compare import compare as compare
     from .experiment.run import run as run
     from .experiment.spec import Experiment as Experiment
+    from .experiment.use import Personal as Personal
+    from .experiment.use import personalize as personalize
 
 __version__ = VERSION
 
@@ -33,6 +35,7 @@ _HOMES = {
     "Algorithm": "core.types",
     "Experiment": "experiment.spec",
     "Federation": "data.partition",
+    "Personal": "experiment.use",
     "Source": "data.source",
     "arrays": "data.source",
     "compare": "experiment.compare",
@@ -40,6 +43,7 @@ _HOMES = {
     "from_module": "core.model",
     "metrics": "evaluate",
     "partition": "data",
+    "personalize": "experiment.use",
     "run": "experiment.run",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604

@@ -18,12 +18,15 @@ from ..experiment.run import InterruptedRun
 from ..experiment.spec import SpecError
 from ..experiment.store import StoreError
 from ..experiment.tables import TableError
+from ..experiment.tune import TuneError
 from ..methods import MethodError
 from ..version import VERSION
 from .catalogue import datasets_command, methods_command
 from .data import data_group
 from .paper import paper_command
 from .train import compare_command, run_command, show_command
+from .tune import tune_command
+from .use import export_command, personalize_command, predict_command
 
 WRONG_INPUT = (
     MethodError,
@@ -34,6 +37,7 @@ WRONG_INPUT = (
     StoreError,
     PaperError,
     TableError,
+    TuneError,
 )
 """What is the user's to mend: one sentence, exit status 2."""
 
@@ -50,22 +54,21 @@ def cli(context: click.Context) -> None:
     metavd run                          train reptile+metavd on the embedded digits, beside fedavg
     metavd run maml+metavd --rounds 50  train one method
     metavd compare fedavg reptile       several methods and seeds, one table
-    metavd methods                      what can be trained
+    metavd tune reptile+metavd          search options on validation rows
+    metavd methods, metavd datasets     what can be trained, and on what
+    metavd data show --data cifar10     who would hold what
     metavd show DIR                     a finished run again
+    metavd personalize DIR --data NEW   a model for a new client; then predict, export
+    metavd paper T8                     a table of the paper, ours beside theirs
     """  # noqa: D301 - click reads the backspace as "keep these lines"
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 for command in (
-    run_command,
-    compare_command,
-    show_command,
-    methods_command,
-    datasets_command,
-    data_group,
-    paper_command,
-):
+    run_command, compare_command, show_command, methods_command, datasets_command, data_group, tune_command,
+    personalize_command, predict_command, export_command, paper_command,
+):  # fmt: skip
     cli.add_command(command)
 
 

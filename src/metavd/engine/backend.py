@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from ..core.types import Batch, Job
 from ..data.cohort import pad
-from .machine import tuned as threads_for  # noqa: F401
 
 Function = Callable[[Tensor, Sequence[Batch], Tensor, Tensor], Any]
 """(client, batches, rows, key) -> any tree of tensors."""

@@ -38,7 +38,7 @@ from ..evaluate.metrics import interval
 from .compare import value_at
 from .provenance import provenance
 from .run import Listener, Silent, run
-from .spec import Experiment, SpecError, nearest, with_settings
+from .spec import RUNTIME, Experiment, SpecError, nearest, with_settings
 from .store import Store, StoreError
 from .tables import MEASURES, Cell, Figure, Table, cells, get, tables
 
@@ -47,8 +47,6 @@ SEED = 777
 LAST = 5
 """Evaluations in the average that is stored beside the last one."""
 SCALES = ("full", "smoke")
-RUNTIME = ("root", "device", "backend", "chunk", "eval_every", "checkpoint_every")
-"""Settings that decide where and how a run is carried out, not what it computes."""
 
 _FIXED = frozenset({"method", "data", "partition", "test_rows", "seed", "content", "patience", *RUNTIME})
 """Fields that overrides may not change: what a cell is about, the protocol's own, and those that compute nothing."""
@@ -349,7 +347,7 @@ def run_missing(
     """
     for key in runtime:
         if key not in RUNTIME:
-            raise PaperError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, RUNTIME)}")
+            raise PaperError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
     missing = plan(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note).missing
     done: list[Run] = []

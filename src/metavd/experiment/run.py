@@ -350,7 +350,7 @@ def _train(
     listener.start(e, int(state.round))
     with _saving(store, state) as last:
         stopped = best is not None and best.age >= e.patience
-        for new, record in () if stopped else _rounds(setup, state):
+        for new, record in () if stopped else rounds_of(setup, state):
             state = new
             bytes_total = {key: bytes_total[key] + getattr(record, key) for key in _TRAFFIC}
             listener.round(record)
@@ -395,7 +395,8 @@ def _train(
     return result
 
 
-def _rounds(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
+def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
+    """Train from a state on, with the clients that are there; yield the state and the record after each round."""
     e = setup.experiment
     key = rng.key(e.seed)
     # Probabilities of 1 and 0 are no event, and draw nothing.

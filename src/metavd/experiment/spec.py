@@ -20,7 +20,7 @@ from ..data.cohort import probabilities
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
-_RUNTIME = frozenset({"root", "device", "backend", "chunk", "eval_every", "checkpoint_every"})
+RUNTIME = frozenset({"root", "device", "backend", "chunk", "eval_every", "checkpoint_every"})
 """Fields that decide how a run is carried out, not what it computes."""
 
 
@@ -229,7 +229,7 @@ def content(experiment: Experiment) -> dict[str, Any]:
 def spec_hash(experiment: Experiment) -> str:
     """Return 12 hex digits that name what is computed, whatever it is computed on and however often it is looked at."""
     when = {"eval_every"} if experiment.patience else set()  # the only run that looks at what it sees on the way
-    what = {key: value for key, value in content(experiment).items() if key not in _RUNTIME - when}
+    what = {key: value for key, value in content(experiment).items() if key not in RUNTIME - when}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,0 +1,108 @@
+"""metavd personalize, predict, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..evaluate.metrics import accuracy
+from ..experiment.export import FORMATS, LICENCE, TABLES, check_path, csv_text, export, need, table, write_table
+from ..experiment.samples import samples
+from ..experiment.use import open_model, personalize_each
+from .terminal import Command, Reporter
+
+
+def _placed(command: Command) -> Command:
+    """Add the options that all three commands share."""
+    for option in reversed([
+        click.option("--domain", metavar="NAME",
+                     help="Of a run on several datasets, which of them the rows are like. [default: by name]"),
+        click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]"),
+        click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]"),
+    ]):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.command("personalize")
+@click.argument("run", type=click.Path(), metavar="RUN")
+@click.option("--data", metavar="NEW", help="Labelled rows of a new client, such as npz:mine.npz or folder:mine.")
+@click.option("--client", metavar="ID", help="One of NEW's clients, or without NEW the number of one of the run's.")
+@_placed
+@click.option("--out", type=click.Path(), metavar="DIR", help="Folder for the model. [default: below RUN/personal]")
+def personalize_command(
+    *, run: str, data: str | None, client: str | None, domain: str | None, out: str | None, **how: Any
+) -> None:
+    """Adapt the trained model of the folder RUN to a client, from a few labelled rows.
+
+    Every client of NEW gets a model of its own. Without --data and --client, the model is written that a new client
+    receives before it adapts.
+    """
+    reporter = Reporter()
+    found = personalize_each(run, data, client=client, domain=domain, note=reporter.note, **how)
+    names = {name: f"client-{name}" if own.about["client"] else name for name, own in found.items()}
+    base = Path(out) if out else Path(run) / "personal"
+    alone = out is not None and len(found) == 1
+    for name, own in found.items():
+        place = own.save(base if alone else base / names[name])
+        click.echo(f"{place}: adapted to {own.about['samples']} rows ({own.about['adapted_on']})")
+
+
+@click.command("predict")
+@click.argument("place", type=click.Path(), metavar="MODEL_OR_RUN")
+@click.option(
+    "--data", required=True, metavar="X", help="Rows, with or without labels, such as npz:mine.npz or folder:mine."
+)
+@click.option("--client", metavar="N", help="Of a run: whose model answers. [default: what a new client receives]")
+@click.option("--samples", type=int, metavar="S", help="Posterior draws. [default: the run's]")
+@click.option("--top", type=int, metavar="K", help="The K most probable classes in place of all.")
+@_placed
+@click.option(
+    "--out", type=click.Path(dir_okay=False), metavar="F", help="A .csv or .parquet file. [default: CSV, printed]"
+)
+def predict_command(
+    *, place: str, data: str, client: str | None, top: int | None, domain: str | None, root: str | None,
+    device: str | None, out: str | None, **how: Any,
+) -> None:  # fmt: skip
+    """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information."""
+    if out is not None and check_path(Path(out), TABLES) == "parquet":
+        need("pyarrow", "parquet", "a .parquet file")
+    reporter = Reporter()
+    own = open_model(place, client=client, domain=domain, device=device, root=root, note=reporter.note)
+    rows = samples(
+        data, own.takes, own.about["classes"], data=own.experiment.data, domain=domain or own.about["domain"],
+        root=root or own.experiment.root, note=reporter.note,
+    )  # fmt: skip
+    said = own.predict(rows.x, domain=None if rows.domain is None else own.takes.domains[rows.domain].name, **how)
+    columns = table(own, rows, said, top)
+    if out is None:
+        click.echo(csv_text(columns), nl=False)
+    else:
+        write_table(Path(out), columns)
+    right = "" if rows.y is None else f", accuracy {accuracy(said.probs, rows.y):.1%}"
+    reporter.note(f"{len(rows.x)} rows{right}, mean entropy {said.entropy.mean():.3f}" + (f"; {out}" if out else ""))
+
+
+@click.command("export")
+@click.argument("place", type=click.Path(), metavar="MODEL_OR_RUN")
+@click.option("--client", metavar="N", help="Of a run: whose model. [default: what a new client receives]")
+@click.option("--format", "kind", type=click.Choice(FORMATS), help="[default: as the file's ending says]")
+@click.option(
+    "--out", type=click.Path(dir_okay=False), required=True, metavar="F", help="The file; its card goes beside it."
+)
+@click.option("--samples", type=int, metavar="S", help="Posterior draws in an ONNX graph. [default: the run's]")
+@click.option("--licence", metavar="TEXT", default=LICENCE, show_default=False, help="What the model card says of it.")
+@_placed
+def export_command(
+    *, place: str, client: str | None, kind: str | None, out: str, samples: int | None, licence: str,
+    domain: str | None, **how: Any,
+) -> None:  # fmt: skip
+    """Write a client's model as safetensors or ONNX, with a model card (F.md) beside it."""
+    if check_path(Path(out), FORMATS, kind) == "onnx":
+        for name in ("onnx", "onnxruntime", "onnxscript"):
+            need(name, "export", "ONNX")
+    own = open_model(place, client=client, domain=domain, note=Reporter().note, **how)
+    page = export(own, out, format=kind, domain=domain, samples=samples, licence=licence)
+    click.echo(f"{out} and {page}")

@@ -1,0 +1,178 @@
+"""The commands personalize, predict and export: what they write and print, and what they say of wrong input."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from metavd.cli import cli, main
+from metavd.cli.use import export_command, personalize_command, predict_command
+from metavd.data.source import digits
+from metavd.experiment.run import run
+from metavd.experiment.use import Personal, personalize
+
+for command in (personalize_command, predict_command, export_command):
+    cli.add_command(command)
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Metavd = Callable[..., Outcome]
+
+
+@pytest.fixture
+def metavd(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metavd]:
+    """Run the command line in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*argv: str | Path) -> Outcome:
+        capsys.readouterr()
+        status = 0
+        monkeypatch.setattr(sys, "argv", ["metavd", *map(str, argv)])
+        try:
+            main()
+        except SystemExit as leave:
+            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run with a posterior."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    run(
+        method="reptile+metavd",
+        clients=4,
+        unseen=2,
+        cohort=2,
+        rounds=2,
+        width=8,
+        predict="draws",
+        samples=3,
+        device="cpu",
+        out=folder,
+    )
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Forty labelled rows of two people."""
+    np.savez(tmp_path / "new.npz", x=digits().x[:40], y=digits().y[:40], client=np.arange(40) % 2)
+    return tmp_path / "new.npz"
+
+
+def read(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_from_a_run_to_answers(metavd: Metavd, trained: Path, rows: Path) -> None:
+    """Personalise to a new person's rows, answer them: the file has what Python computes, a line a row."""
+    done = metavd("personalize", trained, "--data", f"npz:{rows}", "--client", "1", "--out", "mine")
+    assert (done.status, done.out) == (0, f"mine: adapted to 20 rows (npz:{rows})\n")
+    done = metavd("predict", "mine", "--data", f"npz:{rows}", "--out", "answers.csv")
+    assert done.status == 0
+    assert "40 rows, accuracy" in done.err
+    table = read(Path("answers.csv").read_text())
+    said = Personal.load("mine").predict(digits().x[:40])
+    assert said.mutual_information is not None
+    first = ["row", "client", "label", "predicted", "confidence", "entropy", "mutual_information"]
+    assert list(table[0]) == [*first, *(f"p_{label}" for label in range(10))]
+    assert [row["label"] for row in table] == [str(label) for label in digits().y[:40]]
+    assert [row["client"] for row in table[:3]] == ["0", "1", "0"]
+    assert [int(row["predicted"]) for row in table] == said.probs.argmax(1).tolist()
+    for name, values in (("entropy", said.entropy), ("p_7", said.probs[:, 7]), ("confidence", said.probs.max(1)),
+                         ("mutual_information", said.mutual_information)):  # fmt: skip
+        np.testing.assert_allclose([float(row[name]) for row in table], values, rtol=1e-6)
+
+
+def test_every_person_of_the_rows_gets_a_model(metavd: Metavd, trained: Path, rows: Path) -> None:
+    """DIR/client-ID each; without --out below the run, and never over another."""
+    assert metavd("personalize", trained, "--data", f"npz:{rows}", "--out", "all").status == 0
+    assert sorted(path.name for path in Path("all").iterdir()) == ["client-0", "client-1"]
+    assert metavd("personalize", trained, "--client", "5").status == 0
+    again = metavd("personalize", trained, "--client", "5")
+    assert (again.status, "is there already and not empty" in again.err) == (2, True)
+    place = trained / "personal" / "client-5"
+    np.testing.assert_array_equal(
+        Personal.load(place).predict(digits().x[:4]).probs, personalize(trained, client=5).predict(digits().x[:4]).probs
+    )
+
+
+def test_a_run_answers_for_its_clients_and_for_newcomers(metavd: Metavd, trained: Path, tmp_path: Path) -> None:
+    """Without --out the table is printed; rows without labels have no label; --top shortens it."""
+    np.savez(tmp_path / "rows.npz", x=digits().x[:5])
+    new = metavd("predict", trained, "--data", "npz:rows.npz", "--top", "2", "--samples", "5")
+    known = metavd("predict", trained, "--data", "npz:rows.npz", "--top", "2", "--samples", "5", "--client", "0")
+    assert (new.status, known.status) == (0, 0)
+    assert new.out != known.out
+    table = read(new.out)
+    assert list(table[0])[-4:] == ["top_1", "p_1", "top_2", "p_2"]
+    assert not {"label", "client"} & set(table[0])
+    said = personalize(trained).predict(digits().x[:5], samples=5)
+    np.testing.assert_allclose([float(row["p_2"]) for row in table], np.sort(said.probs, 1)[:, -2], rtol=1e-6)
+
+
+def test_parquet_has_the_same_columns(metavd: Metavd, trained: Path, rows: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert metavd("predict", trained, "--data", f"npz:{rows}", "--out", "answers.parquet").status == 0
+    table = parquet.read_table("answers.parquet").to_pydict()
+    assert list(table)[:4] == ["row", "client", "label", "predicted"]
+    np.testing.assert_array_equal(table["entropy"], personalize(trained).predict(digits().x[:40]).entropy)
+
+
+def test_export_writes_the_model_and_its_card(metavd: Metavd, trained: Path) -> None:
+    done = metavd("export", trained, "--client", "0", "--out", "m.safetensors", "--licence", "CC-BY-4.0")
+    assert (done.status, done.out) == (0, "m.safetensors and m.safetensors.md\n")
+    text = Path("m.safetensors.md").read_text()
+    assert "client 0, who took part in training" in text
+    assert "CC-BY-4.0" in text
+    result = json.loads((trained / "result.json").read_text())
+    assert f"| ece_top1 | {result['test']['ece_top1']:.4f} | {result['unseen']['ece_top1']:.4f} |" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["personalize", "nowhere"], "nowhere holds no run and no personalised model"),
+        (["personalize", "RUN", "--client", "9"], "client is '9', but the run has the clients 0 to 3"),
+        (["personalize", "RUN", "--data", "npz:none.npz"], "none.npz: there is no such file or folder"),
+        (["personalize", "RUN", "--data", "nonsense"], "There is no dataset 'nonsense'"),
+        (["predict", "RUN", "--data", "digits", "--out", "a.txt"], "must end in .csv or .parquet"),
+        (["predict", "RUN", "--data", "digits", "--out", "no/a.csv"], "a folder that does not exist"),
+        (["predict", "RUN", "--data", "digits", "--samples", "0"], "option samples is 0, but must be at least 1"),
+        (["predict", "RUN", "--data", "digits", "--top", "11"], "top is 11, but must lie between 1 and the 10 classes"),
+        (["predict", "RUN", "--data", "digits", "--device", "cuda:99"], "device is"),
+        (["export", "RUN", "--out", "m.bin"], "must end in .safetensors or .onnx"),
+        (["export", "RUN", "--format", "onnx", "--out", "m.safetensors"], "must end in .onnx"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_input_is_one_sentence_and_no_file(
+    metavd: Metavd, trained: Path, tmp_path: Path, argv: list[str], says: str
+) -> None:
+    """Exit status 2, a sentence that names the value, and a folder as empty as before."""
+    done = metavd(*(trained if word == "RUN" else word for word in argv))
+    assert done.status == 2
+    assert says in done.err
+    assert done.err.startswith("metavd: ")
+    assert done.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
