@@ -71,9 +71,7 @@ def paper_command(
         _print_list(names, store, how, reporter, in_full=len(what) > 1)
         return
     if action == "report":
-        command = f"metavd {shlex.join(sys.argv[1:])}"
-        paper.report(store, out, names=names, how=how, command=command, note=reporter.note)
-        click.echo(f"Written: {out}")
+        _report(names, store, how, Path(out), reporter)
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
     if plan_only:
@@ -83,6 +81,17 @@ def paper_command(
     for name in names:
         _print_view(paper.table(name, store, **part))
     click.echo(f"Finished runs: {paper.store_file(store, scale)}")
+
+
+def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter: Reporter) -> None:
+    from ..report.paper import draw_paper  # noqa: PLC0415 (matplotlib takes a second)
+
+    views = [paper.table(name, store, how=how) for name in names]
+    folder = out.with_name(f"{out.stem}_files")
+    pictures = [(caption, f"{folder.name}/{path.name}") for caption, path in draw_paper(views, folder)]
+    command = f"metavd {shlex.join(sys.argv[1:])}"
+    paper.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
+    click.echo(f"Written: {out}, and figures in {folder}")
 
 
 def _run(

@@ -430,11 +430,11 @@ def _line(one: Run, scale: str, content: Mapping[str, Any]) -> dict[str, Any]:
 def _classes(settings: Mapping[str, Any]) -> dict[str, float]:
     """How many classes a client has training rows of, which depends on the labels alone: no images are needed."""
     who = {key: settings[key] for key in ("clients", "unseen", "seed")}
-    classes = describe(federate(_labels(settings["data"]), settings["partition"], **who))["train_classes"]
+    classes = describe(federate(labels(settings["data"]), settings["partition"], **who))["train_classes"]
     return {key: round(classes[key], 6) for key in ("mean", "sd")}
 
 
-def _labels(data: str) -> Source:
+def labels(data: str) -> Source:
     """CIFAR's labels without its images: as many of every class, 5 of 6 for training."""
     if data not in _CIFAR:
         return digits()
@@ -465,7 +465,17 @@ def _summary(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
         "model": result["model_sha256"][:12],
         "error": {part: _standard_error(result[part]) for part in ("test", "unseen")},
         "last": _average([*evaluations, dict(result) | {"round": result["rounds"]}][-LAST:]),
+        "bins": _bins(store),
     }
+
+
+def _bins(store: Store) -> dict[str, Any] | None:
+    """Return the paper's reliability diagram of unseen clients: what its figures of calibration are drawn from."""
+    try:
+        unseen = json.loads(store.details.read_text())["reliability"]["unseen"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return unseen and {name: unseen["flat"][name] for name in ("count", "confidence", "accuracy")}
 
 
 def _standard_error(part: Mapping[str, Any]) -> float | None:
@@ -728,11 +738,16 @@ def report(
     names: Sequence[str] | None = None,
     how: Protocol = PAPER,
     command: str = "",
+    pictures: Sequence[tuple[str, str]] = (),
     note: Callable[[str], None] = _quiet,
 ) -> str:
-    """Return, and where a path is given write, the page of all tables (or those named) from the store alone."""
+    """Return, and where a path is given write, the page of all tables (or those named) from the store alone.
+
+    `pictures` are captions and files, relative to the page, that are shown at its end.
+    """
     views = [table(name, store, how=how, note=note) for name in (tables() if names is None else names)]
-    text = "\n".join([_preface(views, how, command), *(markdown(view) for view in views)])
+    shown = ["## Figures\n\n" + "\n".join(f"![{caption}]({file})\n\n*{caption}.*\n" for caption, file in pictures)]
+    text = "\n".join([_preface(views, how, command), *(markdown(view) for view in views), *(shown if pictures else [])])
     if path is not None:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,88 @@
+"""Figures of the paper's page: who holds what (the paper's figure 2), and reliability diagrams (figure 3, appendix).
+
+Both come from what is known without any image: the first from the labels alone, the second from the store's bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..data.partition import federate
+from ..experiment.paper import SEED, View, identity, labels, settings_of
+from ..experiment.tables import Cell
+from .clients import draw_clients
+
+CALIBRATION = ("T11", "T12")
+"""Tables whose cells are drawn as reliability diagrams, a figure a column."""
+PARTITIONS = tuple((data, alpha) for data in ("cifar10", "cifar100") for alpha in ("5", "0.5", "0.1"))
+_BAR, _GAP = "#2a6f97", "#d1495b"
+
+
+def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
+    """Draw all that can be drawn, and return captions and files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for data, alpha in PARTITIONS:
+        path = folder / f"clients-{data}-{alpha}.png"
+        federation = federate(labels(data), f"dirichlet:{alpha}", clients=100, unseen=30, seed=SEED)
+        draw_clients(federation, path)
+        drawn.append((f"Who holds what: {data}, Dirichlet {alpha}, seed {SEED} (the paper's figure 2)", path))
+    for view in views:
+        if view.table.name not in CALIBRATION:
+            continue
+        for column in view.table.columns:
+            bins = [(answer.cell.row, _bins(view, answer.cell)) for answer in view.answers
+                    if answer.cell.column == column]  # fmt: skip
+            known = [(row, each) for row, each in bins if each]
+            if known:
+                path = folder / f"reliability-{view.table.name}-{column}.png"
+                _save(_diagrams(known), path)
+                drawn.append((f"Reliability on unseen clients: {view.table.name}, Dirichlet {column}", path))
+    return drawn
+
+
+def _bins(view: View, cell: Cell) -> dict[str, Any] | None:
+    """Return the bins of the first of a cell's seeds that has some."""
+    lines = {line["id"]: line for line in view.lines}
+    for seed in view.how.seeds:
+        line = lines.get(identity(settings_of(cell, seed, view.how), view.how.scale), {})
+        if found := line.get("result", {}).get("bins"):
+            return dict(found)
+    return None
+
+
+def _diagrams(cells: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
+    across = min(4, len(cells))
+    down = -(-len(cells) // across)
+    figure = Figure(figsize=(2.6 * across, 2.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes, (row, bins) in zip(panels, cells, strict=False):
+        _diagram(axes, row, bins)
+    for axes in panels[len(cells) :]:
+        axes.axis("off")
+    figure.supxlabel("probability given to a class", fontsize=9)
+    figure.supylabel("how often it was the class", fontsize=9)
+    return figure
+
+
+def _diagram(axes: Axes, row: str, bins: dict[str, Any]) -> None:
+    count, confidence, accuracy = (np.asarray(bins[name], float) for name in ("count", "confidence", "accuracy"))
+    middle, full = (np.arange(len(count)) + 0.5) / len(count), count > 0
+    axes.bar(middle[full], accuracy[full], 0.9 / len(count), color=_BAR)
+    axes.bar(middle[full], (confidence - accuracy)[full], 0.9 / len(count), bottom=accuracy[full], facecolor="none",
+             edgecolor=_GAP, hatch="////", linewidth=0.6)  # fmt: skip
+    axes.plot([0, 1], [0, 1], color="#444444", linewidth=0.8, linestyle="--")
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.set_title(row, fontsize=9, loc="left")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with mpl.rc_context({"font.size": 8}):
+        figure.savefig(path, dpi=110)
