@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -55,15 +56,23 @@ def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Pa
     return tree.axpy(-lr, clipped, params)
 
 
-def _run(step: Step, group: int = 1) -> Local:
-    """Take one step a group of batches; a group of padding is no step."""
+@dataclass(frozen=True)
+class Steps:
+    """A local stage: one step a group of batches, where a group of padding is no step.
 
-    def local(received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
+    Nothing is carried from step to step but the parameters, so an engine may also take the steps itself.
+    """
+
+    step: Step
+    group: int = 1
+
+    def __call__(self, received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
+        """Take all steps; return the parameters and the mean loss."""
         params, (_, total) = received, keep(received, batches)
         count = torch.zeros_like(total)
-        for start in range(0, len(batches), group):
-            chunk = batches[start : start + group]
-            new, loss = step(params, chunk, received)
+        for start in range(0, len(batches), self.group):
+            chunk = batches[start : start + self.group]
+            new, loss = self.step(params, chunk, received)
             mask = chunk[0].mask
             if mask is None:
                 params, active = new, torch.ones_like(total)
@@ -74,8 +83,6 @@ def _run(step: Step, group: int = 1) -> Local:
             count = count + active
         return params, total / count.clamp(min=1.0)
 
-    return local
-
 
 def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
     """Plain gradient descent, one step a batch: w <- w - lr clip(grad), without momentum or weight decay."""
@@ -85,7 +92,7 @@ def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
         gradient, loss = grad_and_value(function)(trained)
         return _move(params, gradient, lr, clip), loss
 
-    return _run(step)
+    return Steps(step)
 
 
 def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Params, Params], Tensor]:
@@ -133,7 +140,7 @@ def maml(
         gradient, loss = grad_and_value(adapted)(_trained(params, ()))
         return _move(params, gradient, outer_lr, clip), loss
 
-    return _run(step, 3)
+    return Steps(step, 3)
 
 
 def hf_maml(
@@ -187,4 +194,4 @@ def hf_maml(
             curved = tree.map(lambda value: value * scale, curved)
         return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, clip), loss
 
-    return _run(step, 3)
+    return Steps(step, 3)

@@ -17,6 +17,7 @@ from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Upd
 from ..data.cohort import TRAIN, Pool, arriving, batches, choose
 from ..tree import Params
 from .backend import Backend
+from .stepped import Trainer
 
 
 class Record(NamedTuple):
@@ -48,6 +49,22 @@ def _id(pool: Pool, client: int) -> Tensor:
     return torch.tensor(client, device=pool.x.device)
 
 
+def mapped(backend: Backend) -> Trainer:
+    """Return the trainer that lets a backend run every client's whole training as one function."""
+
+    def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> tuple[Params, Tensor]:
+        def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Params, Tensor]:  # noqa: ARG001
+            return algorithm.local(algorithm.emit.apply(state.params, client, state.round), batches)
+
+        answers = list(backend(client, _jobs(algorithm, pool, state, cohort)))
+        losses = torch.stack([loss for _, loss in answers])
+        parts = [dict(params) for params, _ in answers]
+        del answers  # or else the weights would stay where `gather` takes them from
+        return tree.gather(parts), losses
+
+    return train
+
+
 def train_round(
     algorithm: Algorithm,
     pool: Pool,
@@ -55,27 +72,21 @@ def train_round(
     cohort: Tensor,
     backend: Backend,
     *,
+    trainer: Trainer | None = None,
     lost: Sequence[int] = (),
 ) -> tuple[ServerState, Record]:
     """Send, train, take the answers: one round of a cohort (client ids, ascending).
 
     Clients that are lost have received their share and cost traffic; their training, of which nobody hears, is not
-    computed. A round without a single answer leaves the server's parameters as they are.
+    computed. A round without a single answer leaves the server's parameters as they are. A `trainer` takes the place
+    of the backend.
     """
-
-    def client(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Params, Tensor]:  # noqa: ARG001
-        return algorithm.local(algorithm.emit.apply(state.params, client, state.round), batches)
-
     round = int(state.round) + 1
     wasted = [wire.traffic(algorithm.emit.apply(state.params, _id(pool, one), state.round)) for one in lost]
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
         return state._replace(round=state.round + 1), Record(round, [], list(lost), None, down, 0, dense, 0)
-    answers = list(backend(client, _jobs(algorithm, pool, state, cohort)))
-    losses = torch.stack([loss for _, loss in answers])
-    parts = [dict(params) for params, _ in answers]
-    del answers  # or else the weights would stay where `gather` takes them from
-    adapted = tree.gather(parts)
+    adapted, losses = (trainer or mapped(backend))(algorithm, pool, state, cohort)
     _check(adapted | {"loss": losses}, round, cohort)
     sizes = [len(pool.federation.train[client]) for client in cohort.tolist()]
     weight = torch.tensor(sizes, dtype=pool.dtype, device=pool.x.device)
@@ -97,6 +108,9 @@ def train_round(
 
 def _check(params: Params, round: int, cohort: Tensor | None) -> None:
     """Stop at the first tensor that is not finite, and say whose it is."""
+    # One question to the device for all tensors; only a bad answer is worth asking again.
+    if torch.stack([torch.isfinite(value).all() for value in params.values()]).all():
+        return
     for name, value in params.items():
         if torch.isfinite(value).all():
             continue
@@ -115,6 +129,7 @@ def simulate(
     rounds: int,
     cohort: int,
     backend: Backend,
+    trainer: Trainer | None = None,
     available: Tensor | None = None,
     lost: Tensor | None = None,
 ) -> Iterator[tuple[ServerState, Record]]:
@@ -127,5 +142,5 @@ def simulate(
         here = arriving(state.key, done, asked, lost)
         gone = [client for client in asked.tolist() if client not in set(here.tolist())]
         with torch.no_grad():
-            state, record = train_round(algorithm, pool, state, here, backend, lost=gone)
+            state, record = train_round(algorithm, pool, state, here, backend, trainer=trainer, lost=gone)
         yield state, record

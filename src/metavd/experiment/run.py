@@ -29,6 +29,7 @@ from ..engine.backend import Backend, loop, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.machine import tuned
 from ..engine.simulate import Record, simulate
+from ..engine.stepped import Trainer, serves, stepped
 from ..evaluate.metrics import ClientResult, client_figures, gap_interval, of_classes, summarize, tempered
 from ..evaluate.personal import answers, diagnose
 from ..tree import Params
@@ -79,6 +80,8 @@ class Setup:
     pool: Pool
     algorithm: Algorithm
     backend: Backend
+    trainer: Trainer | None
+    """Takes the backend's place in training, where there is a faster way."""
     weights: int
     """Of the network that a client runs."""
 
@@ -165,7 +168,9 @@ def prepare(experiment: Experiment, source: Data | None = None, module: nn.Modul
     model = _model(e, federation.source, module)
     weights = sum(math.prod(shape) for shape in model.layers.values())
     algorithm = methods.algorithm(e.method, model, setting, e.options)
-    return Setup(e, data.defaults, rows, algorithm, loop if e.backend == "loop" else vectorized(e.chunk), weights)
+    backend = loop if e.backend == "loop" else vectorized(e.chunk)
+    captured = e.backend == "vmap" and e.device != "cpu" and e.chunk >= e.cohort and serves(algorithm)
+    return Setup(e, data.defaults, rows, algorithm, backend, stepped(capture=True) if captured else None, weights)
 
 
 def start(setup: Setup) -> ServerState:
@@ -405,8 +410,9 @@ def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, R
         for name, text, never, tag in (("available", e.available, "1", AVAILABLE), ("lost", e.lost, "0", LOST))
     }
     return simulate(
-        setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=int(e.cohort), backend=setup.backend, **chances
-    )
+        setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=int(e.cohort), backend=setup.backend,
+        trainer=setup.trainer, **chances,
+    )  # fmt: skip
 
 
 def _client_line(result: ClientResult, setup: Setup) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""The cohort's steps taken together: the very steps of the loop, and none for a client that is done.
+
+A GPU replays them as CUDA graphs (tests/test_cuda.py); here the same functions run as they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import metavd
+from metavd import methods
+from metavd.core import local
+from metavd.data.cohort import choose
+from metavd.data.source import Source, arrays
+from metavd.engine import stepped as module
+from metavd.engine.backend import loop
+from metavd.engine.simulate import mapped, simulate
+from metavd.engine.stepped import serves, stepped, table
+from metavd.experiment.run import Experiment, Setup, prepare, start
+
+CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
+
+
+def squares(rows: int = 400) -> Source:
+    """Small photographs, augmented."""
+    y = np.arange(rows) % 4
+    noise = np.random.RandomState(0).randint(0, 60, (rows, 3, 8, 8))
+    return arrays((noise + 40 * y[:, None, None, None]).astype(np.uint8), y, name="squares", augment=True)
+
+
+def setup_of(method: str, **settings: object) -> Setup:
+    known = methods.options_of(method)
+    options = {key: value for key, value in CHEAP.items() if key in known}
+    fields = {"clients": 8, "unseen": 0, "cohort": 5, "rounds": 4, "model": "small-cnn", "width": 4} | settings
+    experiment = Experiment(
+        method=method, partition="quantity:1.0", dtype="float64", backend="vmap", options=options, **fields
+    )  # type: ignore[arg-type]
+    return prepare(experiment, squares())
+
+
+@pytest.mark.parametrize("method", [name for name in methods.NAMES if name != "pfedgp"])
+def test_the_same_as_the_loop(method: str) -> None:
+    """Parity: adapted parameters and losses of a ragged cohort agree with the loop's to rounding."""
+    setup = setup_of(method)
+    assert serves(setup.algorithm)
+    state = start(setup)
+    cohort = choose(state.key, 0, 8, 5)
+    with torch.no_grad():
+        one, losses = mapped(loop)(setup.algorithm, setup.pool, state, cohort)
+        two, others = stepped(capture=False)(setup.algorithm, setup.pool, state, cohort)
+    assert list(one) == list(two)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(others, losses, rtol=1e-12, atol=1e-12)
+
+
+def test_a_client_that_is_done_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed form: step s is taken by just those clients that have more than s steps, and together by all."""
+    setup = setup_of("fedavg")
+    taken: list[int] = []
+    original = module._step
+
+    def counting(*arguments: object) -> None:
+        taken.append(arguments[-1])  # type: ignore[arg-type]
+        original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_step", counting)
+    state = start(setup)
+    cohort = choose(state.key, 0, 8, 5)
+    with torch.no_grad():
+        stepped(capture=False)(setup.algorithm, setup.pool, state, cohort)
+    sizes = [len(setup.pool.federation.train[client]) for client in cohort.tolist()]
+    steps = [2 * -(-size // 16) for size in sizes]
+    assert len(set(steps)) > 1, "the cohort is ragged"
+    assert taken == [sum(own > step for own in steps) for step in range(max(steps))]
+
+
+def test_rounds_of_different_cohorts_share_the_buffers() -> None:
+    """Law: a run in which clients come and go is the same run, cohorts smaller and larger than the first included."""
+    setup = setup_of("reptile+metavd")
+    chances = torch.full((8,), 0.5, dtype=torch.float64)
+    ends = []
+    for trainer in (None, stepped(capture=False)):
+        steps = simulate(setup.algorithm, setup.pool, start(setup), rounds=6, cohort=5, backend=loop,
+                         trainer=trainer, available=chances)  # fmt: skip
+        states = list(steps)
+        assert len({len(record.cohort) for _, record in states}) > 1
+        ends.append(states[-1][0].params)
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_rows_and_keys_are_those_of_the_loop() -> None:
+    """Closed form: every row of every epoch once, in the loop's order; most steps first."""
+    setup = setup_of("fedavg")
+    state = start(setup)
+    drawn = table(setup.pool, setup.algorithm.train_batches, 1, state, [0, 3, 6])
+    assert drawn.steps == sorted(drawn.steps, reverse=True)
+    for column, place in enumerate(drawn.order.tolist()):
+        own = setup.pool.federation.train[[0, 3, 6][place]]
+        used = drawn.rows[:, column][drawn.mask[:, column] > 0]
+        assert sorted(used.tolist()) == sorted([*own.tolist()] * 2)
+        assert float(drawn.size[column]) == len(own)
+
+
+def test_what_is_no_sequence_of_steps_is_left_to_the_backend() -> None:
+    """PFedGP looks at all of a client's rows at once, and a stage that keeps what it received takes no steps."""
+    assert not serves(setup_of("pfedgp", model="mlp").algorithm)
+    assert not isinstance(local.keep, local.Steps)
+    assert setup_of("fedavg").trainer is None, "without a GPU nothing is captured"
+    assert metavd.run(method="pfedgp", rounds=1, clients=3, unseen=0, cohort=1, width=8)["trained_rounds"] == 1
