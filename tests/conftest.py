@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -45,3 +49,37 @@ def make_batch() -> Callable[..., Batch]:
         return Batch(x, y, mask, rng.fold(rng.key(seed), 99), *torch.tensor([round, number]).double())
 
     return make
+
+
+class Outcome(NamedTuple):
+    """What a command came to."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def metavd(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Outcome]]:
+    """Run the command line in this process, in a folder of its own."""
+    from metavd.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def call(*argv: str | Path) -> Outcome:
+        capsys.readouterr()
+        status = 0
+        monkeypatch.setattr(sys, "argv", ["metavd", *map(str, argv)])
+        try:
+            main()
+        except SystemExit as leave:
+            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        captured = capsys.readouterr()
+        return Outcome(status, captured.out, captured.err)
+
+    yield call
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

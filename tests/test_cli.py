@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +23,10 @@ import torch
 from PIL import Image
 
 from metavd import methods
-from metavd.cli import main
+from metavd.cli.terminal import Reporter
 from metavd.data.partition import describe, federate
 from metavd.data.source import digits
+from metavd.engine.simulate import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--set", "clients=4", "--set", "cohort=2", "--set", "width=8", "--set", "test_share=0.9"]
@@ -31,34 +34,8 @@ TINY = ["--set", "clients=4", "--set", "cohort=2", "--set", "width=8", "--set", 
 SHORT = ["--rounds", "3", *TINY]
 
 
-class Outcome(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Metavd = Callable[..., Outcome]
-
-
-@pytest.fixture
-def metavd(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metavd]:
-    """Run the command line in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*argv: str | Path) -> Outcome:
-        capsys.readouterr()
-        status = 0
-        monkeypatch.setattr(sys, "argv", ["metavd", *map(str, argv)])
-        try:
-            main()
-        except SystemExit as leave:
-            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-        captured = capsys.readouterr()
-        return Outcome(status, captured.out, captured.err)
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+Metavd = Callable[..., Any]
+"""The fixture `metavd`: argv -> status, out, err."""
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -440,7 +417,7 @@ def test_compare_all_names_every_method(metavd: Metavd, tmp_path: Path) -> None:
 # --- wrong input -----------------------------------------------------------------------------------------------------
 
 
-def refused(outcome: Outcome, says: list[str], status: int = 2) -> None:
+def refused(outcome: Any, says: list[str], status: int = 2) -> None:
     """One line on standard error that begins with the program's name and says what is wrong; nothing else."""
     assert outcome.status == status, outcome
     assert outcome.out == ""
@@ -711,6 +688,24 @@ def test_interrupted_run_saves_and_says_how_to_resume(metavd: Metavd, tmp_path: 
     refused(metavd(*command), ["unfinished", "--resume"])
 
 
+def test_an_interrupt_that_python_drops_still_stops_the_run(metavd: Metavd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: an interrupt that was swallowed, as in a callback, ends the run at its next round, with a checkpoint."""
+    rounds = []
+
+    def swallowing(self: Reporter, record: Record) -> None:
+        rounds.append(record.round)
+        if record.round == 2:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        original(self, record)
+
+    original = Reporter.round
+    monkeypatch.setattr(Reporter, "round", swallowing)
+    outcome = metavd("run", "fedavg", "--out", "run", "--rounds", "50", *TINY)
+    assert (outcome.status, rounds) == (1, [1, 2])
+    assert "stopped after round 1" in outcome.err
+
+
 def test_second_process_is_kept_out(metavd: Metavd, tmp_path: Path) -> None:
     """While a run is being written, a second process on the same folder is refused and changes nothing."""
     command = ["run", "fedavg", "--out", str(tmp_path / "run"), "--rounds", "2000", *TINY]
@@ -735,7 +730,7 @@ def test_module_and_script_give_the_exit_status() -> None:
     script = Path(sys.executable).parent / "metavd"
     if script.exists():
         wrong = subprocess.run([script, "run", "fedavgg"], capture_output=True, text=True, check=False)
-        refused(Outcome(wrong.returncode, wrong.stdout, wrong.stderr), ["'fedavgg'"])
+        refused(SimpleNamespace(status=wrong.returncode, out=wrong.stdout, err=wrong.stderr), ["'fedavgg'"])
 
 
 @pytest.mark.parametrize("program", [["-m", "metavd"], ["-c", "from metavd.__main__ import main; main()"]])
@@ -745,7 +740,7 @@ def test_interrupted_while_torch_is_loaded(tmp_path: Path, program: list[str]) -
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, *program, "run", "fedavg", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    refused(Outcome(done.returncode, done.stdout, done.stderr), ["stopped"], status=1)
+    refused(SimpleNamespace(status=done.returncode, out=done.stdout, err=done.stderr), ["stopped"], status=1)
 
 
 def test_closed_pipe_is_no_error(tmp_path: Path) -> None:

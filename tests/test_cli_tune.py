@@ -5,16 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from rich.console import Console
 
-from metavd.cli import main
 from metavd.cli.tune import Bar
 from metavd.experiment.spec import Experiment
 from metavd.experiment.tune import plan
@@ -22,34 +17,6 @@ from metavd.experiment.tune import plan
 pytest.importorskip("optuna")
 
 TINY = ["--rounds", "2", "clients=4", "cohort=2", "width=4", "test_share=0.9", "local_epochs=1", "eval_every=1"]
-
-
-class Outcome(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def metavd(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Outcome]]:
-    """Run the command line in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*argv: str) -> Outcome:
-        capsys.readouterr()
-        status = 0
-        monkeypatch.setattr(sys, "argv", ["metavd", *argv])
-        try:
-            main()
-        except SystemExit as leave:
-            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-        return Outcome(status, *capsys.readouterr())
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
 
 
 def test_tune_goes_on_and_its_best_configuration_runs(metavd, tmp_path):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from metavd.cli import cli, main
+from metavd.cli import cli
 from metavd.cli.use import export_command, personalize_command, predict_command
 from metavd.data.source import digits
 from metavd.experiment.run import run
@@ -24,34 +22,8 @@ for command in (personalize_command, predict_command, export_command):
     cli.add_command(command)
 
 
-class Outcome(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
-Metavd = Callable[..., Outcome]
-
-
-@pytest.fixture
-def metavd(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metavd]:
-    """Run the command line in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def call(*argv: str | Path) -> Outcome:
-        capsys.readouterr()
-        status = 0
-        monkeypatch.setattr(sys, "argv", ["metavd", *map(str, argv)])
-        try:
-            main()
-        except SystemExit as leave:
-            status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-        captured = capsys.readouterr()
-        return Outcome(status, captured.out, captured.err)
-
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+Metavd = Callable[..., Any]
+"""The fixture `metavd`: argv -> status, out, err."""
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from ..version import VERSION
 from .catalogue import datasets_command, methods_command
 from .data import data_group
 from .paper import paper_command
+from .terminal import Reporter
 from .train import compare_command, run_command, show_command
 from .tune import tune_command
 from .use import export_command, personalize_command, predict_command
@@ -74,7 +75,9 @@ for command in (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit status 0 only for a finished job, 2 for wrong input, 1 for failure."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    Reporter.interrupted = False
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
     except click.ClickException as error:
@@ -91,6 +94,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+
+
+def _interrupt(*_: object) -> None:
+    Reporter.interrupted = True
+    raise KeyboardInterrupt
 
 
 def _fail(text: str, status: int) -> None:

@@ -31,6 +31,9 @@ def console() -> Console:
 class Reporter:
     """Tells a person how a run goes: a bar on a terminal, plain lines elsewhere."""
 
+    interrupted = False
+    """Whether the person wants to stop. Python drops an interrupt that meets it in a callback; this word stays."""
+
     def __init__(self) -> None:
         self.err = Console(stderr=True, highlight=False)
         self.bar: Progress | None = None
@@ -59,6 +62,8 @@ class Reporter:
 
     def round(self, record: Record) -> None:
         """Move the bar."""
+        if Reporter.interrupted:
+            raise KeyboardInterrupt
         self.loss = "no answers" if record.loss is None else f"loss {record.loss:.3f}"
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=record.round, text=f"{self.loss}{self.accuracy}")
