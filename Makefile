@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv run test lint types imports tests wheel format clean
+.PHONY: help venv run test lint types imports tests chromium wheel format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,9 +45,16 @@ imports: venv ## import-linter: imports point one way
 	$(BIN)/lint-imports
 
 # One thread a worker: the workers are the parallelism, and two thread pools on the same cores slow each other down.
-tests: venv ## pytest with doctests and coverage; JOBS=2 workers, ARGS="-k maml" is passed on
+tests: venv chromium ## pytest with doctests and coverage; JOBS=2 workers, ARGS="-k maml" is passed on
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 5 \
 		--cov metavd --cov-branch --cov-report term-missing:skip-covered $(ARGS)
+
+chromium: ## headless Chromium for the tests of reports, where root and apt-get are there; without it they are skipped
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update -qq && apt-get install -y -qq chromium chromium-driver; } >/dev/null 2>&1 \
+		|| echo "chromium could not be installed; the browser tests are skipped"; \
+	else echo "no chromium and chromedriver; the browser tests are skipped"; fi
 
 # The wheel is built from the source archive, in a temporary folder, so that both are checked and no stale build/ leaks in.
 wheel: venv ## build dist/*.whl, install it into a fresh environment and run it outside the checkout

@@ -39,3 +39,5 @@ set -x
 metavd --help
 metavd methods
 metavd run fedavg --rounds 2 --out "$scratch/run"
+metavd report "$scratch/run"
+metavd paper list

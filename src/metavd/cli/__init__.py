@@ -18,12 +18,15 @@ from ..experiment.run import InterruptedRun
 from ..experiment.spec import SpecError
 from ..experiment.store import StoreError
 from ..experiment.tables import TableError
+from ..experiment.track import TrackError
 from ..experiment.tune import TuneError
 from ..methods import MethodError
+from ..report.read import ReportError
 from ..version import VERSION
 from .catalogue import datasets_command, methods_command
 from .data import data_group
 from .paper import paper_command
+from .report import report_command
 from .terminal import Reporter
 from .train import compare_command, run_command, show_command
 from .tune import tune_command
@@ -39,6 +42,8 @@ WRONG_INPUT = (
     PaperError,
     TableError,
     TuneError,
+    TrackError,
+    ReportError,
 )
 """What is the user's to mend: one sentence, exit status 2."""
 
@@ -59,6 +64,7 @@ def cli(context: click.Context) -> None:
     metavd methods, metavd datasets     what can be trained, and on what
     metavd data show --data cifar10     who would hold what
     metavd show DIR                     a finished run again
+    metavd report DIR...                one page of finished runs, with figures
     metavd personalize DIR --data NEW   a model for a new client; then predict, export
     metavd paper T8                     a table of the paper, ours beside theirs
     """  # noqa: D301 - click reads the backspace as "keep these lines"
@@ -68,7 +74,7 @@ def cli(context: click.Context) -> None:
 
 for command in (
     run_command, compare_command, show_command, methods_command, datasets_command, data_group, tune_command,
-    personalize_command, predict_command, export_command, paper_command,
+    personalize_command, predict_command, export_command, report_command, paper_command,
 ):  # fmt: skip
     cli.add_command(command)
 

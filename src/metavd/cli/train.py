@@ -18,6 +18,7 @@ from ..experiment.compare import COLUMNS, cell, compare
 from ..experiment.run import complete, run
 from ..experiment.spec import Experiment, SpecError, spec_hash
 from ..experiment.store import Store
+from ..experiment.track import TRACKERS, both
 from .terminal import Reporter, console, experiment_of, settings_of, shared, words
 
 
@@ -25,12 +26,14 @@ from .terminal import Reporter, console, experiment_of, settings_of, shared, wor
 @click.argument("given_words", nargs=-1, metavar="[METHOD] [KEY=VALUE]...")
 @shared
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.")
+@click.option("--track", multiple=True, type=click.Choice(sorted(TRACKERS)),
+              help="Also tell this program how the run goes; repeatable.")  # fmt: skip
 @click.option(
     "--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]"
 )
 def run_command(
     *, given_words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...], resume: bool,
-    baseline: str | None, **given: Any,
+    baseline: str | None, track: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Train METHOD and show how well every client is served.
 
@@ -57,9 +60,11 @@ def run_command(
         planned.append((other, planned[0][1] / "baseline" if out else default_folder(other, data)))
     for experiment, _ in planned:
         complete(experiment, data)
+    listeners = [both(reporter, *(TRACKERS[name](folder, e) for name in track)) for e, folder in planned]
     try:
         results = [
-            run(e, out=folder, resume=resume or out is None, source=data, listener=reporter) for e, folder in planned
+            run(e, out=folder, resume=resume or out is None, source=data, listener=heard)
+            for (e, folder), heard in zip(planned, listeners, strict=True)
         ]
     finally:
         reporter.stop()

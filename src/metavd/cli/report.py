@@ -1,0 +1,48 @@
+"""metavd report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import webbrowser
+from pathlib import Path
+
+import click
+
+from .terminal import Reporter
+
+
+@click.command("report")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
+@click.option("--out", type=click.Path(dir_okay=False), metavar="F.html",
+              help="The page. [default: DIR/report.html; of several DIRs, report.html]")  # fmt: skip
+@click.option("--figures", type=click.Path(file_okay=False), metavar="DIR",
+              help="Every figure as SVG and PNG. [default: F_files]")  # fmt: skip
+@click.option("--baseline", metavar="METHOD", help="What clients' gains are over. [default: fedavg]")
+@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
+def report_command(
+    *, folders: tuple[str, ...], out: str | None, figures: str | None, baseline: str | None, show: bool
+) -> None:
+    """Write one HTML page of the finished runs in and below DIR, or of the study in DIR (metavd tune).
+
+    The page needs no network and no other file: tables, learning curves, calibration, clients, dropout rates, cost,
+    and how to repeat every run.
+    """
+    from ..report.page import write_report  # noqa: PLC0415 (matplotlib takes a second)
+    from ..report.tuning import is_study, write_study  # noqa: PLC0415
+
+    places = [Path(folder) for folder in folders]
+    page = Path(out) if out else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))
+    reporter = Reporter()
+    with reporter.err.status("Reading runs and drawing"):
+        command = f"metavd {shlex.join(sys.argv[1:])}"
+        drawn = Path(figures) if figures else None
+        if len(places) == 1 and is_study(places[0]):
+            notes = write_study(places[0], page, figures=drawn, command=command)
+        else:
+            notes = write_report(places, page, figures=drawn, baseline=baseline, command=command)
+    for note in notes:
+        reporter.note(note)
+    click.echo(f"Written: {page}")
+    if show:
+        webbrowser.open(page.resolve().as_uri())

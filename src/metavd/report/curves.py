@@ -1,0 +1,136 @@
+"""How runs went on, round by round: quality, loss, traffic, dropped weights.
+
+Evaluations stand in rounds.jsonl; the last one stands in the result and belongs to the round whose state was tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from .groups import Group
+from .pictures import Picture, marked, panel
+from .read import PARTS, Run, number
+
+Series = dict[float, float]
+"""Round (or MB) -> value."""
+_POINTS = 150
+"""Points of a line; more rounds than that are averaged in blocks."""
+_BANDS = 6
+"""Up to so many groups show the spread of their seeds; more would only cover each other."""
+
+
+def evaluated(run: Run, *path: str) -> Series:
+    """Return a figure at every evaluation."""
+    found = {float(record["round"]): number(record, *path) for record in run.rounds}
+    last = run.number("tested_round") or run.number("rounds")
+    if last is not None:
+        found[last] = run.number(*path)
+    return {place: value for place, value in sorted(found.items()) if value is not None}
+
+
+def recorded(run: Run, *names: str) -> Series:
+    """Return the sum of a round's numbers, averaged in blocks where rounds are many."""
+    found = {}
+    for record in run.rounds:
+        values = [number(record, name) for name in names]
+        if all(value is not None for value in values):
+            found[float(record["round"])] = sum(value for value in values if value is not None)
+    if len(found) <= _POINTS:
+        return found
+    blocks = np.array_split(np.array(list(found.items())), _POINTS)
+    return {float(block[-1, 0]): float(block[:, 1].mean()) for block in blocks}
+
+
+def learning(groups: Sequence[Group]) -> Iterator[Picture]:
+    """Draw accuracy, worst client and NLL at the evaluations, and the training loss."""
+    for part, name in PARTS.items():
+        title = f"Accuracy, %: {name} clients"
+        yield from _lines(f"curve-accuracy-{part}", title, groups, _at(part, "accuracy", factor=100))
+    title = "Worst client, %: participating clients"
+    yield from _lines("curve-worst-test", title, groups, _at("test", "worst_client", factor=100))
+    for part, name in PARTS.items():
+        yield from _lines(f"curve-nll-{part}", f"NLL: {name} clients", groups, _at(part, "nll"), log=True)
+    yield from _lines("curve-loss", "Training loss of the cohort", groups, lambda run: recorded(run, "loss"), log=True)
+
+
+def cost(groups: Sequence[Group]) -> Iterator[Picture]:
+    """Draw traffic of rounds, accuracy against traffic, and dropped weights where there are any."""
+    title = "Traffic of a round, MB"
+    yield from _lines("cost-traffic", title, groups, lambda run: _scaled(recorded(run, "down", "up"), 1e-6), zero=True)
+    title = "Accuracy, %, against MB sent so far"
+    yield from _lines("cost-accuracy", title, groups, _against_traffic, x="MB, both directions, all clients")
+    for key, name in (("layer", "of the masked layer"), ("model", "of the whole model")):
+        if any(value > 0 for group in groups for value in group.numbers("sparsity", key)):
+            title = f"Dropped weights {name}, %"
+            yield from _lines(f"cost-sparsity-{key}", title, groups, _at("sparsity", key, factor=100), zero=True)
+
+
+def _at(*path: str, factor: float = 1.0) -> Callable[[Run], Series]:
+    """Return a reader of one figure at every evaluation."""
+    return lambda run: _scaled(evaluated(run, *path), factor)
+
+
+def _against_traffic(run: Run) -> Series:
+    sent, total = {}, 0.0
+    for record in run.rounds:
+        total += ((number(record, "down") or 0.0) + (number(record, "up") or 0.0)) / 1e6
+        sent[float(record["round"])] = total
+    quality = evaluated(run, "test", "accuracy")
+    return {sent[place]: 100 * value for place, value in quality.items() if place in sent}
+
+
+def _scaled(series: Series, factor: float) -> Series:
+    return {place: factor * value for place, value in series.items()}
+
+
+def _over_seeds(series: Sequence[Series], *, in_turn: bool) -> tuple[list[float], ...]:
+    """Return places, mean, lowest and highest where every seed has a value.
+
+    `in_turn` matches the first with the first and so on, and averages the places too: seeds send different amounts.
+    """
+    if in_turn:
+        count = min(map(len, series))
+        table = np.array([list(one.items())[:count] for one in series], np.float64)
+        places, values = table[:, :, 0].mean(0), table[:, :, 1]
+    else:
+        places = np.array(sorted(set(series[0]).intersection(*series[1:])))
+        values = np.array([[one[place] for place in places] for one in series])
+    return places.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist()
+
+
+def _lines(
+    name: str, title: str, groups: Sequence[Group], values: Callable[[Run], Series], *, x: str = "round",
+    log: bool = False, zero: bool = False,
+) -> Iterator[Picture]:  # fmt: skip
+    """Draw one line a group: the mean over its seeds and, of few groups, their range."""
+    figure, axes = panel(title)
+    drawn, everything = [], []
+    for group in groups:
+        series = [one for run in group.runs if (one := values(run))]
+        if not series:
+            continue
+        places, mean, low, high = _over_seeds(series, in_turn=x != "round")
+        if not places:
+            continue
+        look = group.look
+        few = len(places) <= 25
+        line = axes.plot(places, mean, color=look.colour, linestyle=look.dash, marker=look.marker if few else None)[0]
+        marked(line, group, 0)
+        if len(series) > 1 and len(groups) <= _BANDS:
+            marked(axes.fill_between(places, low, high, color=look.colour, alpha=0.13, linewidth=0), group, 1)
+        drawn.append(group)
+        everything += mean
+    if not drawn:
+        return
+    if log and min(everything) > 0 and max(everything) > 20 * min(everything):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    if zero:
+        axes.set_ylim(0, 1.08 * max(everything) or 1)
+    axes.set_xlabel(x)
+    if x == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line a method", figure, tuple(drawn))

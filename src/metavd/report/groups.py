@@ -1,0 +1,189 @@
+"""Runs that differ only in their seed are one group: one name, one colour, one row, on all of a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .. import methods
+from .read import ReportError, Run
+
+BASELINE = "fedavg"
+_RUNTIME = frozenset({"seed", "root", "device", "backend", "chunk", "eval_every", "checkpoint_every"})
+"""Settings that do not decide what is computed, and the seed."""
+_CLIENTS = (
+    "data", "partition", "test_rows", "domains", "image_size", "channels", "clients", "unseen", "valid", "test_share",
+    "server_share",
+)  # fmt: skip
+"""Settings that, with the seed and the data's content, decide who holds which row."""
+_COLOURS = (
+    "#3b7dd8", "#e07b2a", "#2e9e6b", "#d1495b", "#8b62c9", "#1aa3b8", "#c49a00", "#d867a8", "#a0694b", "#7aa52c",
+    "#5b5fd6",
+)  # fmt: skip
+"""Of middle lightness, so that they show on light and on dark pages."""
+_GREY = "#858d99"
+_MARKERS = "os^DvPX<>ph"
+Dash = Literal["-", "--", ":", "-."]
+_DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a group is drawn, in every figure alike."""
+
+    colour: str
+    marker: str
+    dash: Dash
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs of one method and one setting, by seed."""
+
+    index: int
+    name: str
+    method: str
+    runs: tuple[Run, ...]
+    look: Look
+
+    def numbers(self, *path: str) -> list[float]:
+        """Return a figure of every run that has it."""
+        return [value for run in self.runs if (value := run.number(*path)) is not None]
+
+
+def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group], list[str]]:
+    """Sort runs into groups, in the catalogue's order, and say which runs were left out.
+
+    The baseline, fedavg or what is asked for, is grey.
+    """
+    made: dict[tuple[Any, ...], dict[int, Run]] = {}
+    notes = []
+    for run in runs:
+        same = made.setdefault(_what(run), {})
+        if run.seed in same:
+            notes.append(f"{run.folder} repeats {same[run.seed].folder} (same settings and seed) and is left out")
+        same.setdefault(run.seed, run)
+    if baseline is not None and baseline not in {run.method for run in runs}:
+        there = ", ".join(dict.fromkeys(run.method for run in runs))
+        raise ReportError(f"--baseline is {baseline!r}, but no run here has that method; there are {there}")
+    order = {name: place for place, name in enumerate(methods.NAMES)}
+    sets = sorted(made.values(), key=lambda same: order.get(_first(same).method, len(order)))
+    names = _names([_first(same) for same in sets])
+    colours = iter(range(len(sets)))
+    groups = []
+    for index, (same, name) in enumerate(zip(sets, names, strict=True)):
+        method = _first(same).method
+        look = Look(_GREY, "o", "-") if method == (baseline or BASELINE) else _look(next(colours))
+        groups.append(Group(index, name, method, tuple(same[seed] for seed in sorted(same)), look))
+    return groups, notes
+
+
+def _look(place: int) -> Look:
+    """Return the place-th look; colours come again with another dash."""
+    cycle = len(_COLOURS)
+    return Look(_COLOURS[place % cycle], _MARKERS[place % cycle], _DASHES[place // cycle % len(_DASHES)])
+
+
+def _first(same: Mapping[int, Run]) -> Run:
+    return same[min(same)]
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Return what decides the run's numbers but for the seed; a folder without config.toml has only its result."""
+    found = {key: value for key, value in run.config.items() if key not in _RUNTIME}
+    return {"method": run.method, "data": run.data, "rounds": run.result["rounds"], **found}
+
+
+def _what(run: Run) -> tuple[Any, ...]:
+    return tuple(sorted((key, repr(value)) for key, value in settings(run).items()))
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Return the settings that are not the same in all runs, in the order of the files."""
+    each = [settings(run) for run in runs]
+    keys = dict.fromkeys(key for one in each for key in one)
+    return [key for key in keys if len({repr(one.get(key)) for one in each}) > 1]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Name groups by method and, where that is not enough, by what differs between those of one method."""
+    shared = [key for key in ("data", "partition", "clients", "rounds") if key in differing(runs)]
+    names: list[str] = []
+    for run in runs:
+        alike = [other for other in runs if other.method == run.method]
+        keys = dict.fromkeys([*shared, *(key for key in differing(alike) if key != "content")])
+        known = settings(run)
+        said = ", ".join(f"{key}={known[key]}" for key in list(keys)[:3] if key in known)
+        name = f"{run.method} ({said})" if said else run.method
+        count = sum(other == name or other.startswith(f"{name} #") for other in names)
+        names.append(f"{name} #{count + 1}" if count else name)
+    return names
+
+
+def federation(run: Run) -> tuple[Any, ...]:
+    """Return a value that two runs share exactly if client 3 of the one is client 3 of the other, with the same rows.
+
+    It holds the settings that decide it, and the sizes of all clients as a check. A run whose settings or clients are
+    unknown shares its clients with nobody.
+    """
+    if not run.config or not run.clients:
+        return (str(run.folder.resolve()),)
+    content = str(run.config.get("content", "")).partition("/")[0]  # behind the slash: the user's own network
+    decided = tuple(repr(run.config.get(key, 0.0 if key == "server_share" else None)) for key in _CLIENTS)
+    sizes = tuple((client.number, client.unseen, client.train_size, client.test_size) for client in run.clients)
+    return (run.seed, content, decided, sizes)
+
+
+def tasks(runs: Sequence[Run]) -> int:
+    """Return how many different tasks the runs solve: data, its content, and how it is dealt, seeds aside."""
+    return len({
+        (str(run.config.get("content", "")).partition("/")[0], *(repr(run.config.get(key)) for key in _CLIENTS[:-1]))
+        for run in runs
+        if run.config
+    })  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Gain:
+    """What clients have from a method over the baseline: (P,) sizes, points of accuracy, and who never trained."""
+
+    group: Group
+    size: list[int]
+    points: list[float]
+    unseen: list[bool]
+
+
+def baseline_of(groups: Sequence[Group], baseline: str | None) -> str | None:
+    """Return the method that others are set against; None where it was not run."""
+    wanted = baseline or BASELINE
+    return wanted if any(group.method == wanted for group in groups) else None
+
+
+def gains(groups: Sequence[Group], baseline: str) -> tuple[list[Gain], list[str]]:
+    """Return each group's gains, client by client, where the baseline was run on the very same clients."""
+    references = {federation(run): run for group in groups if group.method == baseline for run in group.runs}
+    found, notes = [], []
+    for group in groups:
+        if group.method == baseline:
+            continue
+        gain = Gain(group, [], [], [])
+        for run in group.runs:
+            reference = references.get(federation(run))
+            if reference is None:
+                continue
+            before = {client.number: client.figures.get("accuracy", math.nan) for client in reference.clients}
+            for client in run.clients:
+                points = 100 * (client.figures.get("accuracy", math.nan) - before[client.number])
+                if math.isfinite(points):
+                    gain.size.append(client.train_size)
+                    gain.points.append(points)
+                    gain.unseen.append(client.unseen)
+        if gain.points:
+            found.append(gain)
+        else:
+            notes.append(
+                f"{group.name} is not set against {baseline}: no run of both has the same data, clients and seed."
+            )
+    return found, notes

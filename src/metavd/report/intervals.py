@@ -1,0 +1,69 @@
+"""The headline figures as dots with their intervals: who is ahead, and whether by more than chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from .groups import Group
+from .pictures import INK, MUTED, PAPER, Picture, marked, panel, short
+from .read import PARTS
+from .summary import Column, columns, estimate
+
+_SHIFT = {"test": 0.16, "unseen": -0.16}
+
+
+def pictures(groups: Sequence[Group]) -> Iterator[Picture]:
+    """Draw accuracy, NLL and calibration error of participating and unseen clients."""
+    for name, title, place in (("accuracy", "Accuracy, %", 0), ("nll", "NLL", 2), ("ece", "ECE, %", 3)):
+        both = {part: columns(part)[place] for part in PARTS}
+        if any(group.numbers(*column.path) for group in groups for column in both.values()):
+            yield _picture(f"interval-{name}", title, both, groups)
+
+
+def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Group]) -> Picture:
+    column = both["test"]
+    better = {1: "higher is better", -1: "lower is better"}[column.better]
+    figure, axes = panel(title, height=1.0 + 0.3 * len(groups))
+    seen: list[float] = []
+    for line, group in enumerate(groups):
+        for part, column in both.items():
+            found = estimate(group, column)
+            if found is None:
+                continue
+            values = [value * column.factor for value in group.numbers(*column.path)]
+            seen += values
+            y = -line + _SHIFT[part]
+            colour = group.look.colour
+            if found.low is not None and found.high is not None:
+                drawn = axes.plot([found.low, found.high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
+                marked(drawn[0], group, len(seen))
+            if len(values) > 1:
+                drawn = axes.plot(values, [y] * len(values), "|", color=colour, markersize=5, markeredgewidth=0.9)
+                marked(drawn[0], group, 1000 + len(seen))
+            face = colour if part == "test" else PAPER
+            drawn = axes.plot(found.value, y, "o", color=colour, markerfacecolor=face, markersize=5.5, zorder=3)
+            marked(drawn[0], group, 2000 + len(seen))
+    _limit(axes, seen, column)
+    axes.set_yticks([-line for line in range(len(groups))], [short(group.name, 24) for group in groups])
+    axes.set_ylim(-len(groups) + 0.4, 0.6)
+    axes.tick_params(axis="y", length=0, colors=INK)
+    axes.spines["left"].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    handles = [
+        Line2D([], [], linestyle="", marker="o", color=MUTED, markerfacecolor=face, markersize=5, label=label)
+        for face, label in ((MUTED, "participating"), (PAPER, "unseen"))
+    ]
+    axes.set_xlabel(better)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return Picture(name, f"{title} of every method, with 95 % intervals", figure)
+
+
+def _limit(axes: Axes, seen: Sequence[float], column: Column) -> None:
+    """Let the values, not the widest interval, decide the scale: two seeds may have an interval of any width."""
+    low, high = min(seen), max(seen)
+    room = max(high - low, 0.02 * abs(high), 1e-3)
+    top = 100.0 if column.factor == 100 else float("inf")
+    axes.set_xlim(max(low - room, 0.0) - 0.01 * room, min(high + room, top) + 0.03 * room)

@@ -1,0 +1,191 @@
+"""One HTML page of several runs: everything inside, nothing fetched, and every figure beside it as SVG and PNG."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..data import collection
+from ..data.source import SourceError
+from ..engine.checkpoint import write_atomic
+from ..version import VERSION
+from . import curves, gains, intervals, personal, reliability, summary
+from .groups import Group, baseline_of, group, settings, tasks
+from .groups import gains as gains_over
+from .pictures import Picture, looking_alike, publish, slug
+from .read import PARTS, Run, printable, read_runs
+from .summary import NOTHING
+
+_TASK = ("data", "partition", "clients", "unseen", "rounds")
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, *, figures: Path | None = None, baseline: str | None = None, command: str = ""
+) -> list[str]:
+    """Write the page to `out` and its figures to a folder, by default OUT_files; return notes on what is missing."""
+    runs, notes = read_runs(folders)
+    groups, repeated = group(runs, baseline)
+    notes = [printable(note) for note in [*notes, *repeated, *(note for run in runs for note in run.notes)]]
+    if tasks(runs) > 1:
+        notes.append("These runs do not all have the same data and clients; compare only those that do.")
+    place = figures or out.with_name(f"{out.stem}_files")
+    place.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with looking_alike():
+        drawn = _figures(groups, baseline, place)
+    page = _page(groups, drawn, notes=notes, baseline=baseline, place=place.name, command=command)
+    write_atomic(out, page.encode())
+    return notes
+
+
+def _figures(groups: Sequence[Group], baseline: str | None, place: Path) -> dict[str, Any]:
+    def drawn(pictures: Iterable[Picture]) -> list[Markup]:
+        # One at a time: a hundred open figures would take a gigabyte. Markup: `inline` has escaped what is foreign.
+        return [Markup(publish(picture, place)) for picture in pictures]
+
+    against = baseline_of(groups, baseline)
+    over, without = gains_over(groups, against) if against else ([], [])
+    return {
+        "intervals": drawn(intervals.pictures(groups)),
+        "learning": drawn(curves.learning(groups)),
+        "reliability": {part: drawn(reliability.diagrams(groups, part)) for part in PARTS},
+        "doubts": {part: drawn(reliability.doubts(groups, part)) for part in PARTS},
+        "gains": drawn(gains.pictures(over, against or "")),
+        "gain_notes": without,
+        "rates": drawn(personal.rates(groups)),
+        "embeddings": drawn(personal.embeddings(groups)),
+        "cost": drawn(curves.cost(groups)),
+    }
+
+
+def _page(
+    groups: Sequence[Group], drawn: dict[str, Any], *, notes: Sequence[str], baseline: str | None, **more: str
+) -> str:
+    pages = Environment(
+        loader=PackageLoader("metavd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    loader = pages.loader
+    assert loader is not None
+    script = loader.get_source(pages, "report.js")[0]
+    # The browser runs this script and nothing else, and fetches nothing, whatever a file may have smuggled in.
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+        f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    )
+    runs = [run for each in groups for run in each.runs]
+    domains = summary.domain_columns(groups)
+    return pages.get_template("report.html").render(
+        policy=policy,
+        style=Markup(loader.get_source(pages, "report.css")[0]),
+        script=Markup(script),
+        title=", ".join(dict.fromkeys(run.data for run in runs)),
+        facts=_facts(groups, runs),
+        groups=groups,
+        parts=PARTS,
+        notes=notes,
+        columns=summary.HEADLINE,
+        width=len(summary.columns("test")),
+        rows=summary.rows(groups),
+        over=_over(groups),
+        domains=domains,
+        domain_rows=summary.rows(groups, [column for _, pair in domains for column in pair]),
+        drawn=drawn,
+        against=baseline_of(groups, baseline),
+        clients=gains.table(groups),
+        settings=_settings(groups),
+        made=_made(runs),
+        runs=[_about(each, run) for each in groups for run in each.runs],
+        version=VERSION,
+        **more,
+    )
+
+
+def _over(groups: Sequence[Group]) -> str:
+    """Say what the intervals of the headline table are over."""
+    found = {len(each.runs) for each in groups}
+    if min(found) > 1:
+        return "seeds"
+    return "clients" if max(found) == 1 else "both"
+
+
+def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
+    """Return what the page is about, in a few words each."""
+
+    def each(values: Iterable[Any]) -> str:
+        return " / ".join(dict.fromkeys(str(value) for value in values))
+
+    seeds = sorted({run.seed for run in runs})
+    shown = ", ".join(map(str, seeds)) if len(seeds) <= 6 else f"{seeds[0]} to {seeds[-1]}"
+    known = [int(run.number(part, "clients") or 0) for part in PARTS for run in runs]
+    count = len(runs)
+    return [
+        f"{len(groups)} method{'s' * (len(groups) != 1)}",
+        f"seed{'s' * (len(seeds) != 1)} {shown}",
+        f"{each(run.result['rounds'] for run in runs)} rounds",
+        f"{each(known[:count])} participating and {each(known[count:])} unseen clients",
+        *dict.fromkeys(str(run.config["partition"]) for run in runs if run.config.get("partition")),
+    ]
+
+
+def _settings(groups: Sequence[Group]) -> list[tuple[str, list[str], bool]]:
+    """Return each setting, its value in every group ("" where a method has none), and whether values differ."""
+    each = [settings(one.runs[0]) for one in groups]
+    keys = dict.fromkeys(key for one in each for key in one if key != "method")
+    rows = []
+    for key in keys:
+        values = [_text(one[key]) if key in one else "" for one in each]
+        rows.append((key, values, len({value for value in values if value}) > 1))
+    return rows
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _made(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return versions, commit and machine; several where runs were made at different places."""
+    names = {
+        "metavd": "version", "commit": "commit", "Python": "python", "torch": "torch", "device": "device",
+        "machine": "machine",
+    }  # fmt: skip
+    return [
+        (name, "; ".join(dict.fromkeys(str(run.result.get(key, "unknown")) for run in runs)))
+        for name, key in names.items()
+    ]
+
+
+def _about(group: Group, run: Run) -> dict[str, Any]:
+    """Return a run's identity, and the command that repeats it."""
+    again = ["metavd", "run", "--config", str(run.folder / "config.toml"), "--out",
+             f"again/{slug(group.name)}-seed-{run.seed}"]  # fmt: skip
+    return {
+        "group": group.name,
+        "seed": run.seed,
+        "folder": printable(str(run.folder)),
+        "seconds": NOTHING if (seconds := run.number("seconds")) is None else f"{seconds:.1f}",
+        "tested": run.result.get("tested_round", run.result["rounds"]),
+        "model": str(run.result.get("model_sha256", "unknown"))[:12],
+        "commit": str(run.result.get("commit", "unknown")),
+        "command": printable(shlex.join(again)) if run.config else "",
+        "needs": _needs(run),
+        "config": run.config_text,
+    }
+
+
+def _needs(run: Run) -> str:
+    """Say what the command line cannot know: data and networks that were handed over in Python."""
+    if "/" in str(run.config.get("content", "")):
+        return "its network was handed over in Python; repeat it with metavd.run(module=...)"
+    try:
+        collection.parse(run.data)
+    except (SourceError, OSError):  # not a name, or too long for a path
+        return "its data was handed over in Python; repeat it with metavd.run(source=...)"
+    return ""

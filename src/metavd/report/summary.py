@@ -1,0 +1,117 @@
+"""Figures of groups with their uncertainty, as rows of tables.
+
+Over several seeds: mean ± half width of the 95 % interval (Student's t). Of one seed: its value and, where the run
+has one, the 95 % bootstrap interval over its clients. The two answer different questions, so each cell says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..evaluate.metrics import interval
+from .groups import Group
+from .read import PARTS, TRAFFIC, number
+
+
+class Column(NamedTuple):
+    """A figure of a table."""
+
+    title: str
+    path: tuple[str, ...]
+    """Where it stands in a result."""
+    factor: float = 1.0
+    digits: int = 1
+    better: int = 0
+    """1: higher is better, -1: lower, 0: neither is said."""
+
+
+def columns(part: str) -> tuple[Column, ...]:
+    """Return the headline figures of a group of clients."""
+    return (
+        Column("accuracy %", (part, "accuracy"), 100, 1, 1),
+        Column("worst client %", (part, "worst_client"), 100, 1, 1),
+        Column("NLL", (part, "nll"), 1, 3, -1),
+        Column("ECE %", (part, "ece_top1"), 100, 1, -1),
+    )
+
+
+COST = (Column("MB", TRAFFIC, 1e-6, 2), Column("seconds", ("seconds",)))
+HEADLINE = (*columns("test"), *columns("unseen"), *COST)
+
+
+class Estimate(NamedTuple):
+    """A figure and its 95 % interval, in the column's unit."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    over: str = ""
+    """What the interval is over: seeds, clients, or nothing."""
+
+
+def estimate(group: Group, column: Column) -> Estimate | None:
+    """Return a group's figure with its interval; None where no run has it."""
+    values = [value * column.factor for value in group.numbers(*column.path)]
+    if not values:
+        return None
+    mean, half = interval(values)
+    if half is not None:
+        return Estimate(mean, mean - half, mean + half, "seeds")
+    bounds = _bounds(group.runs[0].result, column)
+    return Estimate(mean, *bounds, "clients") if bounds else Estimate(mean)
+
+
+def _bounds(result: Mapping[str, Any], column: Column) -> tuple[float, float] | None:
+    pair: Any = result
+    for key in (column.path[0], "intervals", column.path[-1]):
+        pair = pair.get(key) if isinstance(pair, Mapping) else None
+    if not isinstance(pair, list) or len(pair) != 2:
+        return None
+    low, high = (number(bound) for bound in pair)
+    return None if low is None or high is None else (low * column.factor, high * column.factor)
+
+
+NOTHING = "\N{EN DASH}"
+
+
+class Cell(NamedTuple):
+    """A cell as text: the figure, its interval, and whether it is the best of its column."""
+
+    value: str
+    interval: str
+    best: bool
+
+
+def cell(found: Estimate | None, column: Column, *, best: bool = False) -> Cell:
+    """Write "91.2" and "± 0.8", or "91.2" and "89.1 – 93.0"."""
+    if found is None:
+        return Cell(NOTHING, "", best=False)
+    text = ""
+    if found.low is not None and found.high is not None:
+        low, high = f"{found.low:.{column.digits}f}", f"{found.high:.{column.digits}f}"
+        text = f"± {found.high - found.value:.{column.digits}f}" if found.over == "seeds" else f"{low} {NOTHING} {high}"
+    return Cell(f"{found.value:.{column.digits}f}", text, best)
+
+
+def rows(groups: Sequence[Group], wanted: Sequence[Column] = HEADLINE) -> list[list[Cell]]:
+    """Return one row a group."""
+    table = [[estimate(group, column) for column in wanted] for group in groups]
+    best = []
+    for place, column in enumerate(wanted):
+        # What the table shows decides, so that two figures that look the same are marked alike.
+        shown = [None if row[place] is None else round(row[place].value, column.digits) for row in table]  # type: ignore[union-attr]
+        known = [value for value in shown if value is not None]
+        chosen = (max(known) if column.better > 0 else min(known)) if column.better and len(set(known)) > 1 else None
+        best.append([chosen is not None and value == chosen for value in shown])
+    return [
+        [cell(row[place], column, best=best[place][line]) for place, column in enumerate(wanted)]
+        for line, row in enumerate(table)
+    ]
+
+
+def domain_columns(groups: Sequence[Group]) -> list[tuple[str, tuple[Column, ...]]]:
+    """Return, for each dataset of those that a run joined, the columns of its accuracies."""
+    found = [run.result.get("domains") for group in groups for run in group.runs]
+    names = dict.fromkeys(name for domains in found if isinstance(domains, Mapping) for name in domains)
+    return [(name, tuple(Column(PARTS[part], ("domains", name, part), 100, 1, 1) for part in PARTS)) for name in names]
