@@ -91,7 +91,7 @@ def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter
     pictures = [(caption, f"{folder.name}/{path.name}") for caption, path in draw_paper(views, folder)]
     command = f"metavd {shlex.join(sys.argv[1:])}"
     paper.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
-    click.echo(f"Written: {out}, and figures in {folder}")
+    click.echo(f"Written: {out}" + (f", and figures in {folder}" if pictures else ""))
 
 
 def _run(

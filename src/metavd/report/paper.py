@@ -21,15 +21,18 @@ from .clients import draw_clients
 
 CALIBRATION = ("T11", "T12")
 """Tables whose cells are drawn as reliability diagrams, a figure a column."""
+DEALT = "T9"
+"""The table of partitions, beside which they are drawn."""
 PARTITIONS = tuple((data, alpha) for data in ("cifar10", "cifar100") for alpha in ("5", "0.5", "0.1"))
 _BAR, _GAP = "#2a6f97", "#d1495b"
 
 
 def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
     """Draw all that can be drawn, and return captions and files."""
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for data, alpha in PARTITIONS:
+    if {view.table.name for view in views} & {*CALIBRATION, DEALT}:
+        folder.mkdir(parents=True, exist_ok=True)
+    for data, alpha in PARTITIONS if any(view.table.name == DEALT for view in views) else ():
         path = folder / f"clients-{data}-{alpha}.png"
         federation = federate(labels(data), f"dirichlet:{alpha}", clients=100, unseen=30, seed=SEED)
         draw_clients(federation, path)
