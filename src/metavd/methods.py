@@ -151,7 +151,8 @@ POSTERIOR = (
     Option("floor", -17.0, "lowest log sigma^2 (or log alpha)", -60, 8),
     Option("ceiling", 0.0, "highest log sigma^2; not with clamp=released", -60, 8.5),
     Option("max_rate", 0.99, "highest dropout rate where log alpha is learned", 0.001, 0.9999),
-    Option("clamp", "through", "at the floor: gradients pass, or stop as released", choices=("through", "released")),
+    Option("clamp", "inward", "gradients past floor and ceiling: those that lead back pass, all, or none (released)",
+           choices=("inward", "through", "released")),
     Option("beta", 10.0, "weight of the KL", 0, search=tuple(float(i) for i in range(1, 16))),
     Option("beta_ramp", 0.02, "share of all rounds in which beta rises from 0", 0, 1),
     Option("kl", "mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta", choices=("mean", "elbo")),
@@ -284,7 +285,7 @@ def _noise(model: Model, o: Options) -> Noise:
             f"the posterior starts at {what} = {first:.3g}, but its range is {o['floor']:g} to {high:.3g}; "
             "move floor, ceiling, max_rate or rate"
         )
-    return Noise(layers, kind, offset=first, low=o["floor"], high=high)
+    return Noise(layers, kind, offset=first, low=o["floor"], high=high, inward=o["clamp"] == "inward")
 
 
 def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:

@@ -10,7 +10,7 @@ from torch.func import grad, hessian, jacrev, vmap
 from torch.testing import assert_close
 
 from metavd.core import rng
-from metavd.core.variational import Noise, clamp, kl, kl_terms, log_alpha, per_weight, rates, spread, variance
+from metavd.core.variational import Noise, clamp, inward, kl, kl_terms, log_alpha, per_weight, rates, spread, variance
 from metavd.core.variational import without_gradient as stuck
 
 LOW, HIGH = -8.5, 8.5
@@ -59,6 +59,26 @@ def test_clamp_gradient_by_backward_and_in_float32(through):
     assert_close(x.grad, wanted, rtol=0, atol=0)
     inside = vmap(grad(lambda x: clamp(x, LOW, HIGH, through=through)))(POINTS)
     assert_close(inside, slope(lambda x: clamp(x, LOW, HIGH, through=through), POINTS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_inward_stops_what_leads_out(sign):
+    """Closed form: slope 1 inside; from the boundary on, 1 for a push that leads back and 0 for one that leads out.
+
+    The same one by one, under vmap and grad, and at second order.
+    """
+    x = POINTS.clone().requires_grad_()
+    value = inward(x, LOW, HIGH)
+    assert_close(value, POINTS.clamp(LOW, HIGH), rtol=0, atol=0)
+    (sign * value).sum().backward()
+    out = (POINTS >= HIGH) if sign < 0 else (POINTS <= LOW)  # descent with slope -1 goes up
+    assert_close(x.grad, torch.where(out, 0.0, sign).double(), rtol=0, atol=0)
+    each = vmap(grad(lambda x: sign * inward(x, LOW, HIGH)))(POINTS)
+    assert_close(each, x.grad, rtol=0, atol=0)
+    slopes = grad(lambda x: grad(lambda x: (sign * inward(x, LOW, HIGH)).exp().sum())(x).sum())(POINTS)
+    bounded = (sign * POINTS.clamp(LOW, HIGH)).exp()
+    # The second slope is positive everywhere, so at the lower end it leads out itself.
+    assert_close(slopes, torch.where(out | (POINTS <= LOW), 0.0, bounded), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("through", [True, False])
@@ -248,7 +268,10 @@ def test_kl_stays_finite_at_the_ends():
 
 
 def test_dead_zone_is_where_the_released_clamp_has_no_gradient():
-    """`without_gradient` marks exactly the stored values whose KL gradient is zero; straight through marks none."""
+    """`without_gradient` marks exactly the stored values whose KL gradient is zero; straight through marks none.
+
+    An inward clamp marks those at the ceiling: the KL wants more noise, and there is no more to be had.
+    """
     stored = double(-17.0, -8.6, -8.5, -8.4, 0.0, 8.5, 8.6)
     params = {"fc.weight": torch.full((7,), 0.1).double(), "fc.logvar": stored}
     noise = released()
@@ -258,3 +281,6 @@ def test_dead_zone_is_where_the_released_clamp_has_no_gradient():
     moved = {"fc.weight": params["fc.weight"], "fc.logvar": stored + 8.5}
     assert not stuck(free, moved["fc.logvar"]).any()
     assert (grad(lambda p: kl(free, p))(moved)["fc.logvar"] < 0).all()
+    bounded = Noise(("fc",), offset=0.0, start=LOW, low=LOW, high=HIGH, inward=True)
+    slopes = grad(lambda p: kl(bounded, p))(params)["fc.logvar"]
+    assert stuck(bounded, stored).tolist() == (slopes == 0).tolist() == [False] * 5 + [True] * 2

@@ -16,7 +16,7 @@ which swallows the KL's first steps; near 0 it does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,40 @@ def clamp(x: Tensor, low: float, high: float, *, through: bool = True) -> Tensor
     return torch.where((x >= low) & (x <= high), x, bounded)
 
 
+class _Inward(torch.autograd.Function):
+    """See `inward`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(inputs[0])
+        ctx.low, ctx.high = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        outward = ((x >= ctx.high) & (slope < 0)) | ((x <= ctx.low) & (slope > 0))
+        return torch.where(outward, torch.zeros_like(slope), slope), None, None
+
+
+def inward(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp x to [low, high]; outside, and on the boundary, only gradients that lead back inside pass.
+
+    Nothing is stuck outside, as in a dead zone, and nothing is pushed further out, as by a straight-through clamp: its
+    gradient never ends there, and the hypernetwork behind x grows without bound until it diverges.
+
+    >>> x = torch.tensor([-9.0, 0.0, 9.0], requires_grad=True)
+    >>> inward(x, -8.5, 8.5).sum().backward(); x.grad  # descent goes down: back inside from above, further out below
+    tensor([0., 1., 1.])
+    """
+    return _Inward.apply(x, low, high)  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class Noise:
     """How the posterior of some layers is parameterised."""
@@ -62,6 +96,8 @@ class Noise:
     high: float = 8.5
     through: bool = True
     """Whether gradients pass the clamp at both ends, see `clamp`."""
+    inward: bool = False
+    """Whether only those pass there that lead back inside, see `inward`; it goes before `through`."""
 
     def entry(self, layer: str) -> str:
         """Return the name under which a layer's spread travels."""
@@ -79,7 +115,10 @@ def spread(noise: Noise, params: Params, layer: str) -> Tensor:
         weight = params[f"{layer}.weight"]
         value = noise.offset + noise.start
         return torch.full(noise.shape(weight.shape), value, dtype=weight.dtype, device=weight.device)
-    return noise.offset + clamp(stored, noise.low - noise.offset, noise.high - noise.offset, through=noise.through)
+    low, high = noise.low - noise.offset, noise.high - noise.offset
+    return noise.offset + (
+        inward(stored, low, high) if noise.inward else clamp(stored, low, high, through=noise.through)
+    )
 
 
 def per_weight(value: Tensor, weight: Tensor) -> Tensor:
@@ -134,4 +173,6 @@ def kl(noise: Noise, params: Params, *, mean: bool = True) -> Tensor:
 def without_gradient(noise: Noise, stored: Tensor) -> Tensor:
     """Return which stored values the clamp cuts off from a push towards more noise, the way the KL pushes."""
     low, high = noise.low - noise.offset, noise.high - noise.offset
+    if noise.inward:
+        return stored >= high
     return ((stored < low) | (stored > high)) & (not noise.through)
