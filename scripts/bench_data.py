@@ -4,8 +4,8 @@
 
 Every line is a process of its own, so that its peak is its own. MNIST is dealt evenly to 100, 1,000 and 10,000 clients
 of which each keeps six rows, so that a round is the same work whoever is asked; 10 are. CIFAR-100 is dealt to the
-paper's 130. One seed, one thread, and one size of the embeddings, which by default grows with the number of clients. A round is timed by the median of many, without evaluations; the seconds are of this
-machine, the ratios are what matters.
+paper's 130. One seed, one thread, and one size of the embeddings, which by default grows with the number of clients. A
+round is timed by the median of many, without evaluations; the seconds are of this machine, the ratios are what matters.
 """
 
 from __future__ import annotations
