@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from metavd.cli import main
 
-
-def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["metavd", "paper", *words])
-    try:
-        main()
-    except SystemExit as leave:
-        return int(leave.code or 0)
-    return 0
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def test_a_whole_table_at_smoke_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_table_at_smoke_scale(metavd: Any, tmp_path: Path) -> None:
     """All 36 cells of T8 run, are stored apart from real results, are not run again, and become a page with figures."""
-    assert call(monkeypatch, "T8", "--scale", "smoke") == 0
-    shown = capsys.readouterr().out
+    outcome = metavd("paper", "T8", "--scale", "smoke")
+    assert outcome.status == 0
+    shown = outcome.out
     assert "PerFedAvg+MetaVD" in shown
     assert "not run" not in shown
     lines = (tmp_path / "results" / "paper.smoke.jsonl").read_text().splitlines()
     assert len(lines) == 36
     assert {json.loads(line)["settings"]["data"] for line in lines} == {"digits"}
     assert not (tmp_path / "results" / "paper.jsonl").exists()
-    assert call(monkeypatch, "T8", "T12", "--scale", "smoke", "--plan") == 0
-    assert "0 runs are missing, 36 are done." in capsys.readouterr().out
-    assert call(monkeypatch, "report", "T12", "--scale", "smoke", "--out", "page.md") == 0
+    outcome = metavd("paper", "T8", "T12", "--scale", "smoke", "--plan")
+    assert outcome.status == 0
+    assert "0 runs are missing, 36 are done." in outcome.out
+    assert metavd("paper", "report", "T12", "--scale", "smoke", "--out", "page.md").status == 0
     page = (tmp_path / "page.md").read_text()
     assert "say nothing about the paper's numbers" in page
     files = sorted(path.name for path in (tmp_path / "page_files").iterdir())
@@ -49,14 +33,13 @@ def test_a_whole_table_at_smoke_scale(
     assert all(f"(page_files/{name})" in page for name in files)
 
 
-def test_lists_and_plans_train_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "list") == 0
-    shown = capsys.readouterr().out
-    assert all(f"│ T{number} " in shown for number in range(1, 18))
-    assert call(monkeypatch, "T8", "--rows", "FedAvg,Reptile", "--columns", "0.5", "--plan") == 0
-    shown = capsys.readouterr().out
+def test_lists_and_plans_train_nothing(metavd: Any, tmp_path: Path) -> None:
+    listed = metavd("paper", "list")
+    assert listed.status == 0
+    assert all(f"│ T{number} " in listed.out for number in range(1, 18))
+    planned = metavd("paper", "T8", "--rows", "FedAvg,Reptile", "--columns", "0.5", "--plan")
+    assert planned.status == 0
+    shown = planned.out
     assert "fedavg, seed 777: T8 FedAvg 0.5" in shown
     assert "2 runs are missing" in shown
     assert not list(tmp_path.iterdir())
@@ -76,9 +59,8 @@ def test_lists_and_plans_train_nothing(
         (["T8", "--rows", "FedAvg", "--columns", "5", "--root", "nowhere"], "cifar10 is looked for below nowhere"),
     ],
 )
-def test_wrong_input_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
-    assert call(monkeypatch, *words) == 2
-    assert says in capsys.readouterr().err
+def test_wrong_input_is_one_sentence(metavd: Any, tmp_path: Path, words: list[str], says: str) -> None:
+    outcome = metavd("paper", *words)
+    assert outcome.status == 2
+    assert says in outcome.err
     assert not (tmp_path / "results").exists()

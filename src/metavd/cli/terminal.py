@@ -125,38 +125,41 @@ def experiment_of(settings: Mapping[str, Any], method: str | None) -> Experiment
 
 
 Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 
 
-def where(command: Command) -> Command:
-    """Add the options that say which data is meant and where it lies."""
-    for option in reversed([
-        click.option("--data", metavar="NAME", help="Dataset, or several joined by +; see metavd datasets. "
-                     "[default: digits]"),
-        click.option("--root", envvar="METAVD_DATA", metavar="DIR",
-                     help="Folder with the datasets' files. [default: METAVD_DATA, else data]"),
-    ]):  # fmt: skip
-        command = option(command)
-    return command
+def adding(*options: Decorator) -> Decorator:
+    """Return a decorator that adds several options to a command, the first one first in its help."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
-def how(command: Command) -> Command:
-    """Add the options for everything that has no option of its own."""
-    for option in reversed([
-        click.option("--seed", type=int, metavar="S", help="Seed of everything random. [default: 0]"),
-        click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, as config.toml."),
-        click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
-                     help="Any setting or option of the method, for example --set beta=2; repeatable."),
-    ]):  # fmt: skip
-        command = option(command)
-    return command
+where = adding(
+    click.option("--data", metavar="NAME", help="Dataset, or several joined by +; see metavd datasets. "
+                 "[default: digits]"),
+    click.option("--root", envvar="METAVD_DATA", metavar="DIR",
+                 help="Folder with the datasets' files. [default: METAVD_DATA, else data]"),
+)  # fmt: skip
+"""Which data is meant and where it lies."""
 
+how = adding(
+    click.option("--seed", type=int, metavar="S", help="Seed of everything random. [default: 0]"),
+    click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, as config.toml."),
+    click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
+                 help="Any setting or option of the method, for example --set beta=2; repeatable."),
+)  # fmt: skip
+"""Everything that has no option of its own."""
 
-def shared(command: Command) -> Command:
-    """Add the options that `run` and `compare` share."""
-    for option in reversed([
-        click.option("--rounds", type=int, metavar="N", help="Communication rounds. [default: the dataset's]"),
-        click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
-        click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]"),
-    ]):  # fmt: skip
-        command = option(command)
-    return where(how(command))
+shared = adding(
+    where,
+    how,
+    click.option("--rounds", type=int, metavar="N", help="Communication rounds. [default: the dataset's]"),
+    click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
+    click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]"),
+)
+"""What `run` and `compare` share."""

@@ -11,19 +11,15 @@ from ..evaluate.metrics import accuracy
 from ..experiment.export import FORMATS, LICENCE, TABLES, check_path, csv_text, export, need, table, write_table
 from ..experiment.samples import samples
 from ..experiment.use import open_model, personalize_each
-from .terminal import Command, Reporter
+from .terminal import Reporter, adding
 
-
-def _placed(command: Command) -> Command:
-    """Add the options that all three commands share."""
-    for option in reversed([
-        click.option("--domain", metavar="NAME",
-                     help="Of a run on several datasets, which of them the rows are like. [default: by name]"),
-        click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]"),
-        click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]"),
-    ]):  # fmt: skip
-        command = option(command)
-    return command
+_placed = adding(
+    click.option("--domain", metavar="NAME",
+                 help="Of a run on several datasets, which of them the rows are like. [default: by name]"),
+    click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]"),
+    click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]"),
+)  # fmt: skip
+"""What all three commands share."""
 
 
 @click.command("personalize")

@@ -20,11 +20,9 @@ import numpy as np
 from . import formats
 from .domains import federate_domains, reshape
 from .formats.cache import Note, log
+from .formats.registry import OWN
 from .partition import Federation, federate
 from .source import Source, SourceError
-
-OWN = ("npz", "folder")
-"""Formats of a user's own files: they need a path, and nothing is known of their content beforehand."""
 
 CACHE = ".cache"
 """Folder below the data's for copies that load fast."""
@@ -88,8 +86,8 @@ def _part(word: str) -> Part:
 def load(text: str, root: Path | str = "data", note: Note = log) -> Collection:
     """Return the datasets of a text: your own from their paths, the others from the files below `root`."""
     root = Path(root)
-    sources = []
-    for name, path, options in parse(text):
+    sources, parts = [], parse(text)
+    for name, path, options in parts:
         place = Path(path).expanduser() if path else root.expanduser()
         if not path and formats.info(name).files and not place.exists():
             fetch = f", or get them with metavd data fetch {name}" if name in formats.REMOTES else ""
@@ -98,7 +96,7 @@ def load(text: str, root: Path | str = "data", note: Note = log) -> Collection:
                 f"say where its files are with --root DIR or METAVD_DATA{fetch}."
             )
         sources.append(formats.load(name, place, cache=root.expanduser() / CACHE, note=note, **options))
-    return Collection(text, tuple(_told_apart(sources)), _together(sources, [part.name for part in parse(text)]))
+    return Collection(text, tuple(_told_apart(sources)), _together(sources, [part.name for part in parts]))
 
 
 def collect(own: Source | Sequence[Source] | Collection) -> Collection:

@@ -66,13 +66,14 @@ def save_checkpoint(folder: Path, state: ServerState, extra: Mapping[str, Any]) 
     write_atomic(folder / f"{stem}.safetensors", data)
     # Dictionaries keep their order; sums over entries are taken in it, so a resumed run must have the same.
     about = {"round": int(state.round), "sha256": hashlib.sha256(data).hexdigest(), "order": list(flat), "extra": extra}
-    write_atomic(folder / f"{stem}.json", json.dumps(about | {"check": _digest(about)}).encode())
+    write_atomic(folder / f"{stem}.json", json.dumps(about | {"check": digest(about)}).encode())
     for old in _stems(folder)[KEEP:]:
         (folder / f"{old}.json").unlink(missing_ok=True)
         (folder / f"{old}.safetensors").unlink(missing_ok=True)
 
 
-def _digest(about: Mapping[str, Any]) -> str:
+def digest(about: Mapping[str, Any]) -> str:
+    """SHA-256 of plain values, in their order."""
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -99,7 +100,7 @@ def load_checkpoint(
             about = json.loads((folder / f"{stem}.json").read_text())
             check = about.pop("check")
             data = (folder / f"{stem}.safetensors").read_bytes()
-            if check != _digest(about) or about["sha256"] != hashlib.sha256(data).hexdigest():
+            if check != digest(about) or about["sha256"] != hashlib.sha256(data).hexdigest():
                 raise ValueError("its checksum does not match")
             loaded = load(data)
             flat = {name: loaded[name].to(device) for name in about["order"]}

@@ -140,7 +140,7 @@ def simulate(
     for done in range(int(state.round), rounds):
         asked = choose(state.key, done, pool.federation.num_clients, cohort, available)
         here = arriving(state.key, done, asked, lost)
-        gone = [client for client in asked.tolist() if client not in set(here.tolist())]
+        gone = sorted(set(asked.tolist()) - set(here.tolist()))
         with torch.no_grad():
             state, record = train_round(algorithm, pool, state, here, backend, trainer=trainer, lost=gone)
         yield state, record

@@ -19,7 +19,7 @@ from ..data.cohort import PERSONAL, TEST, Pool, batches
 from ..tree import Params
 from .metrics import ClientResult
 
-_ROWS = 256
+ROWS = 256
 """Test rows answered at once: bounds memory, and fixes which draws a row gets."""
 
 
@@ -50,6 +50,13 @@ def personal(algorithm: Algorithm, state: ServerState, *, unseen: bool) -> Calla
     return own
 
 
+def respond(algorithm: Algorithm, own: Params, rows: Tensor, key: Tensor) -> Answer:
+    """Answer one row or more with a client's own model."""
+    parts = [algorithm.predict(own, part, rng.fold(key, i)) for i, part in enumerate(torch.split(rows, ROWS))]
+    drawn = {name: torch.cat([part.drawn[name] for part in parts]) for name in parts[0].drawn}
+    return Answer(torch.cat([part.probs for part in parts]), drawn)
+
+
 def masks_of(params: Params) -> Params:
     """Return the masks among a client's parameters."""
     return {name: value for name, value in params.items() if name.endswith(".mask")}
@@ -67,9 +74,7 @@ def answers(
         own = make(client, batches)
         if not len(rows):
             return Answer(rows.new_zeros(0, source.num_classes), {}), masks_of(own)
-        parts = [algorithm.predict(own, part, rng.fold(key, i)) for i, part in enumerate(torch.split(rows, _ROWS))]
-        drawn = {name: torch.cat([part.drawn[name] for part in parts]) for name in parts[0].drawn}
-        return Answer(torch.cat([part.probs for part in parts]), drawn), masks_of(own)
+        return respond(algorithm, own, rows, key), masks_of(own)
 
     with torch.no_grad():
         results = run(client, _jobs(algorithm, pool, state, clients, split))

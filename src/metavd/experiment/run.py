@@ -85,6 +85,11 @@ class Setup:
     weights: int
     """Of the network that a client runs."""
 
+    @property
+    def released(self) -> bool:
+        """Whether figures are taken as the released code takes them."""
+        return bool(self.experiment.options["variant"] == "released")
+
 
 def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) -> nn.Module:
     """Build one of the networks that come with the package; auto chooses by the size of the input."""
@@ -99,7 +104,8 @@ def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) ->
         return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
 
 
-def _model(e: Experiment, source: Source, module: nn.Module | Model | None) -> Model:
+def model_for(e: Experiment, source: Source, module: nn.Module | Model | None) -> Model:
+    """Return the network of an experiment: the user's own, or the one that it names, on its device and in its type."""
     dtype = getattr(torch, e.dtype)
     if isinstance(module, Model):
 
@@ -139,6 +145,16 @@ def deal(e: Experiment, data: Collection) -> Federation:
     )  # fmt: skip
 
 
+def channels_last(e: Experiment) -> bool:
+    """Whether images lie in memory with the channels of a pixel side by side: a loop over convolutions is faster so."""
+    return e.device == "cpu" and e.backend == "loop"
+
+
+def num_weights(model: Model) -> int:
+    """Count the weights of a network's layers."""
+    return sum(math.prod(shape) for shape in model.layers.values())
+
+
 Data = Source | Sequence[Source] | Collection
 """What a user may hand over instead of a dataset's name."""
 
@@ -155,9 +171,7 @@ def prepare(experiment: Experiment, source: Data | None = None, module: nn.Modul
     federation = deal(e, data)
     if e.patience and not any(map(len, federation.valid)):
         raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
-    # A loop over convolutions on a CPU is faster where the channels of a pixel lie side by side; a GPU's vmap is not.
-    channels_last = e.device == "cpu" and e.backend == "loop"
-    rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last)
+    rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
     server_rows = torch.from_numpy(federation.server).to(e.device)
     setting = methods.Setting(
         num_clients=e.clients,
@@ -165,12 +179,12 @@ def prepare(experiment: Experiment, source: Data | None = None, module: nn.Modul
         rounds=e.rounds,
         server_rows=(lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None,
     )
-    model = _model(e, federation.source, module)
-    weights = sum(math.prod(shape) for shape in model.layers.values())
+    model = model_for(e, federation.source, module)
     algorithm = methods.algorithm(e.method, model, setting, e.options)
     backend = loop if e.backend == "loop" else vectorized(e.chunk)
     captured = e.backend == "vmap" and e.device != "cpu" and e.chunk >= e.cohort and serves(algorithm)
-    return Setup(e, data.defaults, rows, algorithm, backend, stepped(capture=True) if captured else None, weights)
+    trainer = stepped(capture=True) if captured else None
+    return Setup(e, data.defaults, rows, algorithm, backend, trainer, num_weights(model))
 
 
 def start(setup: Setup) -> ServerState:
@@ -199,7 +213,7 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
             results.append(result)
             if clients is known:
                 sparsities.append(wire.sparsity(shared | masks))
-    released = setup.experiment.options["variant"] == "released"
+    released = setup.released
     parts = (results[: len(known)], results[len(known) :])
     test, new = (summarize(part, released=released) for part in parts)
     both = test["accuracy"] is not None and new["accuracy"] is not None
@@ -212,7 +226,7 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
     }
     if setup.experiment.valid and split == "test":
-        held = _held(setup, state)
+        held = _held(setup, state, known)
         summary["valid"] = summarize(held, released=released)
         summary["tempered"] = summarize(tempered(parts[0], held), released=released)
     if federation.source.domains:
@@ -226,13 +240,13 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
     return Evaluation(results, summary)
 
 
-def evaluate_valid(setup: Setup, state: ServerState) -> dict[str, Any]:
-    """Personalise the participating clients and sum up their answers on validation rows; nothing else is looked at."""
-    return summarize(_held(setup, state), released=setup.experiment.options["variant"] == "released")
+def evaluate_valid(setup: Setup, state: ServerState, clients: Sequence[int] | None = None) -> dict[str, Any]:
+    """Personalise clients, by default all participating ones, and sum up their answers on validation rows alone."""
+    who = range(setup.pool.federation.num_clients) if clients is None else clients
+    return summarize(_held(setup, state, who), released=setup.released)
 
 
-def _held(setup: Setup, state: ServerState) -> list[ClientResult]:
-    clients = range(setup.pool.federation.num_clients)
+def _held(setup: Setup, state: ServerState, clients: Sequence[int]) -> list[ClientResult]:
     return [each for each, _ in answers(setup.algorithm, setup.pool, state, clients, setup.backend, split="valid")]
 
 
@@ -394,8 +408,7 @@ def _train(
         "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend, **provenance(e.device),
     }  # fmt: skip
     if store is not None:
-        released = e.options["variant"] == "released"
-        more = details(setup.algorithm, state, setup.pool.federation, final.clients, released=released)
+        more = details(setup.algorithm, state, setup.pool.federation, final.clients, released=setup.released)
         store.finish(result, [_client_line(each, setup) for each in final.clients], more)
     return result
 

@@ -10,7 +10,7 @@ Shape letters: n rows, K classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ from ..data import collection
 from ..data.domains import resize
 from ..data.formats import npz
 from ..data.formats.cache import Note, log
-from ..data.formats.files import FileError, listing, need_folder, open_zip
+from ..data.formats.files import FileError, listing, need_folder
 from ..data.formats.folder import scan
 from ..data.formats.images import SUFFIXES, Stack, check_size
-from ..data.source import Source, SourceError
+from ..data.source import Domain, Source, SourceError
 from .store import StoreError
 
 
@@ -65,6 +65,29 @@ def blank(source: Source) -> Source:
     return replace(
         source, x=source.x[:0].copy(), y=source.y[:0].copy(), test=None, client=None,
         domain=None if source.domain is None else source.domain[:0].copy(),
+    )  # fmt: skip
+
+
+def described(takes: Source) -> dict[str, Any]:
+    """Return what a model takes in plain values, as a file or a message holds it."""
+    return {
+        "name": takes.name, "shape": list(takes.x.shape[1:]), "dtype": str(takes.x.dtype),
+        "num_classes": takes.num_classes, "mean": takes.mean, "std": takes.std, "scale": takes.scale,
+        "augment": takes.augment, "domains": [asdict(domain) for domain in takes.domains],
+    }  # fmt: skip
+
+
+def restored(values: Mapping[str, Any]) -> Source:
+    """Return what `described` wrote."""
+    domains = tuple(
+        Domain(**{**each, "mean": tuple(each["mean"]), "std": tuple(each["std"])}) for each in values["domains"]
+    )
+    none = np.empty(0, np.int64)
+    return Source(
+        name=values["name"], x=np.empty((0, *values["shape"]), values["dtype"]), y=none,
+        num_classes=values["num_classes"], test=None, client=None, mean=tuple(values["mean"]),
+        std=tuple(values["std"]), scale=values["scale"], augment=values["augment"],
+        domain=none if domains else None, domains=domains,
     )  # fmt: skip
 
 
@@ -132,7 +155,8 @@ def samples(
     client: ArrayLike | None = None
     test = files = None
     if part is not None and part.name == "npz":
-        x, y, client, test = _npz(Path(part.path).expanduser(), part.options.get("channels", "auto"))
+        path = npz.find_npz(need_folder(Path(part.path).expanduser()))
+        x, y, client, test = npz.read(path, part.options.get("channels", "auto"), labelled=False)
     elif part is not None and part.name == "folder":
         like = _part(data, number or 0)
         options = (like.options if like is not None and like.name == "folder" else {}) | part.options
@@ -218,25 +242,6 @@ def _numbers(labels: Sequence[str], known: Sequence[str], place: str) -> np.ndar
         shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
         raise UseError(f"{place} has a class {unknown[0]!r}, but the model knows {shown}")
     return np.array([known.index(label) for label in labels], np.int64)
-
-
-def _npz(place: Path, channels: str) -> npz.Content | tuple[np.ndarray, None, np.ndarray | None, None]:
-    """Read an .npz; one without labels is read for its rows and clients alone."""
-    path = npz.find_npz(need_folder(place))
-    if set(npz.keys(path)) & set(npz.KEYS["y"]):
-        return npz.read(path, channels)
-    found: dict[str, np.ndarray] = {}
-    with open_zip(path) as archive:
-        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        for what in ("x", "client"):
-            for key in npz.KEYS[what]:
-                if key in members:
-                    found[what] = npz._array(path, archive, members[key])
-    if "x" not in found:
-        raise FileError(path, f"it holds {', '.join(sorted(members)[:8]) or 'nothing'}, but it must hold "
-                        f"{' or '.join(npz.KEYS['x'])}.")  # fmt: skip
-    x, client = npz._channels_first(path, found["x"], channels), found.get("client")
-    return x, None, client, None
 
 
 def _folder(place: Path, options: Mapping[str, Any], takes: Source) -> tuple[Any, ...]:

@@ -47,8 +47,6 @@ from ..data.collection import Collection
 from ..data.partition import Federation, PartitionError
 from ..engine.checkpoint import write_atomic
 from ..engine.machine import tuned
-from ..evaluate.metrics import summarize
-from ..evaluate.personal import answers
 from .run import Data, InterruptedRun, Setup, complete, data_of, deal, evaluate_valid, prepare, rounds_of, start
 from .spec import RUNTIME, Experiment, SpecError, content, nearest, to_toml, with_settings
 
@@ -334,14 +332,8 @@ def _ready(plan: Plan, values: Mapping[str, Any], seed: int, data: Collection) -
 
 def _score(plan: Plan, setup: Setup, state: ServerState) -> float:
     """Return the metric on validation rows at a state of the server."""
-    if plan.by == "rows":
-        summary = evaluate_valid(setup, state)
-    else:
-        known, new = setup.pool.federation.num_clients, setup.pool.federation.num_unseen
-        found = answers(setup.algorithm, setup.pool, state, range(known, known + new), setup.backend, split="valid")
-        released = setup.experiment.options["variant"] == "released"
-        summary = summarize([result for result, _ in found], released=released)
-    value = summary[plan.metric]
+    known, new = setup.pool.federation.num_clients, setup.pool.federation.num_unseen
+    value = evaluate_valid(setup, state, None if plan.by == "rows" else range(known, known + new))[plan.metric]
     if value is None:
         raise TuneError(f"valid is {plan.experiment.valid}, but leaves nobody a validation row to judge by; raise it")
     return float(value)

@@ -14,10 +14,8 @@ Shape letters: B rows, K classes.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +33,6 @@ from torch import nn
 
 from .. import methods
 from ..core import rng
-from ..core.model import from_module, xavier
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
 from ..data.cohort import PERSONAL, TEST, Pool, batches
@@ -43,21 +40,30 @@ from ..data.cohort import pool as pool_of
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
 from ..data.source import Domain, Source, SourceError, transform
-from ..engine.checkpoint import load_checkpoint, state_hash, write_atomic
+from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomic
 from ..engine.machine import tuned
-from ..evaluate.personal import personal
+from ..evaluate.personal import ROWS, personal
 from ..evaluate.uncertainty import entropy
 from ..tree import Params
 from ..version import VERSION
-from .run import Data, Setup, data_of, module_for, prepare
-from .samples import Given, Samples, UseError, blank, class_names, domain_number, fit, samples
+from .run import Data, Setup, channels_last, data_of, model_for, num_weights, prepare
+from .samples import (
+    Given,
+    Samples,
+    UseError,
+    blank,
+    class_names,
+    described,
+    domain_number,
+    fit,
+    restored,
+    samples,
+)
 from .spec import Experiment, from_toml, spec_hash, to_toml, with_settings
 from .store import Store
 
 FORMAT = 1
 """Version of a personalised model's folder."""
-ROWS = 256
-"""Rows answered at once, as in evaluation: it fixes which draws a row gets."""
 WEIGHTS, CONFIG, ABOUT = "weights.safetensors", "config.toml", "model.json"
 _OWN_MODULE = "was trained on a network of your own, which no folder holds; use Python and pass it as module="
 
@@ -100,13 +106,7 @@ class Personal:
     @cached_property
     def model(self) -> Model:
         """The network."""
-        e, device = self.experiment, self.device
-        if isinstance(self.module, Model):
-            return self.module
-        if self.module is not None:
-            return from_module(copy.deepcopy(self.module).to(device, getattr(torch, e.dtype)))
-        built = module_for(e.model, self.takes.x.shape[1:], self.takes.num_classes, e.width)
-        return from_module(built.to(device, getattr(torch, e.dtype)), init=xavier)
+        return model_for(replace(self.experiment, device=str(self.device)), self.takes, self.module)
 
     @property
     def device(self) -> torch.device:
@@ -164,11 +164,10 @@ class Personal:
         # A copy: arrays may have any stride along an axis of length 1, and torch chooses its algorithms by strides.
         raw = torch.from_numpy(np.array(fit(x, self.takes), order="C"))
         answer, key = self.answer(samples), torch.tensor(self.about["key"], dtype=torch.int64)
-        weights = sum(math.prod(shape) for shape in self.model.layers.values())
-        # As `prepare` lays images out: another order of sums would be another rounding.
-        last = raw.ndim == 4 and self.experiment.device == "cpu" and self.experiment.backend == "loop"
+        # As in evaluation: another order of sums would be another rounding.
+        last = raw.ndim == 4 and channels_last(self.experiment)
         layout = torch.channels_last if last else torch.contiguous_format
-        with torch.no_grad(), tuned(weights, str(self.device)):
+        with torch.no_grad(), tuned(num_weights(self.model), str(self.device)):
             parts = [
                 answer(
                     self.params,
@@ -194,8 +193,8 @@ class Personal:
         contents = {WEIGHTS: bytes_of(flat), CONFIG: to_toml(self.experiment).encode()}
         sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
         # Sums over entries are taken in their order, which safetensors does not keep.
-        about = {**self.about, "takes": _written(self.takes), "order": list(flat), "sha256": sums}
-        contents[ABOUT] = (json.dumps(about | {"check": _digest(about)}, indent=2) + "\n").encode()
+        about = {**self.about, "takes": described(self.takes), "order": list(flat), "sha256": sums}
+        contents[ABOUT] = (json.dumps(about | {"check": digest(about)}, indent=2) + "\n").encode()
         scratch = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
@@ -220,11 +219,11 @@ class Personal:
                 check = about.pop("check")
                 contents = {name: (folder / name).read_bytes() for name in (WEIGHTS, CONFIG)}
                 sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-                if check != _digest(about) or about.pop("sha256") != sums:
+                if check != digest(about) or about.pop("sha256") != sums:
                     raise ValueError("its checksums do not match")
                 loaded = tensors_of(contents[WEIGHTS])
                 params = {name: loaded[name].to(device) for name in about.pop("order")}
-                takes = _read(about.pop("takes"))
+                takes = restored(about.pop("takes"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise UseError(f"{folder} holds no sound personalised model ({error}); personalise it again") from None
         if version != FORMAT:
@@ -252,32 +251,6 @@ def _check_module(own: Personal, place: str) -> None:
 
 def _noise(algorithm: Algorithm) -> dict[str, Any] | None:
     return None if algorithm.noise is None else json.loads(json.dumps(asdict(algorithm.noise)))
-
-
-def _digest(about: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
-
-
-def _written(takes: Source) -> dict[str, Any]:
-    """What a model takes, in plain values."""
-    return {
-        "name": takes.name, "shape": list(takes.x.shape[1:]), "dtype": str(takes.x.dtype),
-        "num_classes": takes.num_classes, "mean": takes.mean, "std": takes.std, "scale": takes.scale,
-        "augment": takes.augment, "domains": [asdict(domain) for domain in takes.domains],
-    }  # fmt: skip
-
-
-def _read(values: Mapping[str, Any]) -> Source:
-    domains = tuple(
-        Domain(**{**each, "mean": tuple(each["mean"]), "std": tuple(each["std"])}) for each in values["domains"]
-    )
-    none = np.empty(0, np.int64)
-    return Source(
-        name=values["name"], x=np.empty((0, *values["shape"]), values["dtype"]), y=none,
-        num_classes=values["num_classes"], test=None, client=None, mean=tuple(values["mean"]),
-        std=tuple(values["std"]), scale=values["scale"], augment=values["augment"],
-        domain=none if domains else None, domains=domains,
-    )  # fmt: skip
 
 
 # From a run to a client's model

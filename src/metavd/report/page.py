@@ -23,6 +23,8 @@ from .pictures import Picture, looking_alike, publish, slug
 from .read import PARTS, Run, printable, read_runs
 from .summary import NOTHING
 
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""The browser fetches nothing, and runs nothing but a script whose hash is added, whatever a file has smuggled in."""
 _TASK = ("data", "partition", "clients", "unseen", "rounds")
 
 
@@ -35,9 +37,7 @@ def write_report(
     notes = [printable(note) for note in [*notes, *repeated, *(note for run in runs for note in run.notes)]]
     if tasks(runs) > 1:
         notes.append("These runs do not all have the same data and clients; compare only those that do.")
-    place = figures or out.with_name(f"{out.stem}_files")
-    place.mkdir(parents=True, exist_ok=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    place = figure_folder(out, figures)
     with looking_alike():
         drawn = _figures(groups, baseline, place)
     page = _page(groups, drawn, notes=notes, baseline=baseline, place=place.name, command=command)
@@ -65,28 +65,42 @@ def _figures(groups: Sequence[Group], baseline: str | None, place: Path) -> dict
     }
 
 
-def _page(
-    groups: Sequence[Group], drawn: dict[str, Any], *, notes: Sequence[str], baseline: str | None, **more: str
-) -> str:
-    pages = Environment(
+def figure_folder(out: Path, figures: Path | None) -> Path:
+    """Make the folders of a page and of its figures, and return the latter, by default OUT_files."""
+    place = figures or out.with_name(f"{out.stem}_files")
+    place.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def templates() -> Environment:
+    """Return the templates; whatever is put into one is escaped, and what is missing is an error."""
+    return Environment(
         loader=PackageLoader("metavd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    loader = pages.loader
-    assert loader is not None
-    script = loader.get_source(pages, "report.js")[0]
-    # The browser runs this script and nothing else, and fetches nothing, whatever a file may have smuggled in.
-    policy = (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-        f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-    )
+
+
+def text_of(pages: Environment, name: str) -> Markup:
+    """Return a template as it stands."""
+    assert pages.loader is not None
+    return Markup(pages.loader.get_source(pages, name)[0])
+
+
+def _page(
+    groups: Sequence[Group], drawn: dict[str, Any], *, notes: Sequence[str], baseline: str | None, **more: str
+) -> str:
+    pages = templates()
+    script = text_of(pages, "report.js")
+    policy = f"{POLICY}; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     runs = [run for each in groups for run in each.runs]
     domains = summary.domain_columns(groups)
     return pages.get_template("report.html").render(
         policy=policy,
-        style=Markup(loader.get_source(pages, "report.css")[0]),
-        script=Markup(script),
+        style=text_of(pages, "report.css"),
+        script=script,
         title=", ".join(dict.fromkeys(run.data for run in runs)),
+        kind="report",
         facts=_facts(groups, runs),
         groups=groups,
         parts=PARTS,

@@ -11,20 +11,21 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..data.partition import federate
 from ..experiment.paper import SEED, View, identity, labels, settings_of
 from ..experiment.tables import Cell
 from .clients import draw_clients
+from .read import Bins
+from .reliability import bars
 
 CALIBRATION = ("T11", "T12")
 """Tables whose cells are drawn as reliability diagrams, a figure a column."""
 DEALT = "T9"
 """The table of partitions, beside which they are drawn."""
 PARTITIONS = tuple((data, alpha) for data in ("cifar10", "cifar100") for alpha in ("5", "0.5", "0.1"))
-_BAR, _GAP = "#2a6f97", "#d1495b"
+_BAR = "#2a6f97"
 
 
 def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
@@ -67,23 +68,17 @@ def _diagrams(cells: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(2.6 * across, 2.6 * down), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (row, bins) in zip(panels, cells, strict=False):
-        _diagram(axes, row, bins)
+        count = np.asarray(bins["count"], float)
+        shown = Bins(
+            np.linspace(0, 1, len(count) + 1), count, *(np.asarray(bins[n]) for n in ("confidence", "accuracy"))
+        )
+        bars(axes, shown, _BAR)
+        axes.set_title(row, fontsize=9, loc="left")
     for axes in panels[len(cells) :]:
         axes.axis("off")
     figure.supxlabel("probability given to a class", fontsize=9)
     figure.supylabel("how often it was the class", fontsize=9)
     return figure
-
-
-def _diagram(axes: Axes, row: str, bins: dict[str, Any]) -> None:
-    count, confidence, accuracy = (np.asarray(bins[name], float) for name in ("count", "confidence", "accuracy"))
-    middle, full = (np.arange(len(count)) + 0.5) / len(count), count > 0
-    axes.bar(middle[full], accuracy[full], 0.9 / len(count), color=_BAR)
-    axes.bar(middle[full], (confidence - accuracy)[full], 0.9 / len(count), bottom=accuracy[full], facecolor="none",
-             edgecolor=_GAP, hatch="////", linewidth=0.6)  # fmt: skip
-    axes.plot([0, 1], [0, 1], color="#444444", linewidth=0.8, linestyle="--")
-    axes.set(xlim=(0, 1), ylim=(0, 1))
-    axes.set_title(row, fontsize=9, loc="left")
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .groups import Group
@@ -54,22 +55,29 @@ def _diagram(group: Group, bins: Bins, said: str) -> Figure:
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     axes.set_title(short(group.name, 22))
     axes.set_title(said, loc="right", color=MUTED, weight="normal", size=8.5)
+    middle, width = bars(axes, bins, group.look.colour)
+    axes.set_ylabel("accuracy")
+    below.bar(middle, 100 * bins.count[bins.count > 0] / bins.count.sum(), width, color=MUTED)
+    below.set(xlabel="confidence", ylabel="% of rows")
+    below.grid(visible=False, axis="x")
+    return figure
+
+
+def bars(axes: Axes, bins: Bins, colour: str) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a diagram's bars on a square from 0 to 1; return middles and widths of the bins that hold something."""
     full = bins.count > 0
     width = np.diff(bins.edges)[full] * 0.88
     middle = (bins.edges[1:] + bins.edges[:-1])[full] / 2
     accuracy, confidence = bins.accuracy[full], bins.confidence[full]
     both = np.minimum(accuracy, confidence)
-    axes.bar(middle, both, width, color=group.look.colour)
-    axes.bar(middle, accuracy - both, width, bottom=both, color=group.look.colour, alpha=0.35)
+    axes.bar(middle, both, width, color=colour)
+    axes.bar(middle, accuracy - both, width, bottom=both, color=colour, alpha=0.35)
     sure = confidence > accuracy
     axes.bar(middle[sure], (confidence - both)[sure], width[sure], bottom=both[sure], facecolor="none",
              edgecolor=TOO_SURE, linewidth=0.7, hatch="//////")  # fmt: skip
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
-    below.bar(middle, 100 * bins.count[full] / bins.count.sum(), width, color=MUTED)
-    below.set(xlabel="confidence", ylabel="% of rows")
-    below.grid(visible=False, axis="x")
-    return figure
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    return middle, width
 
 
 def doubts(groups: Sequence[Group], part: str) -> Iterator[Picture]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from ..engine.checkpoint import write_atomic
 from ..version import VERSION
+from .page import POLICY, figure_folder, templates, text_of
 from .pictures import INK, MUTED, RIGHT, WRONG, Picture, looking_alike, panel, publish, short
 from .read import ReportError
 
@@ -33,15 +33,18 @@ def write_study(folder: Path, out: Path, *, figures: Path | None = None, command
         importance = _read(folder / IMPORTANCE).get("importance", {})
     else:
         notes.append(f"{folder} has no {IMPORTANCE} yet; it is written when a tune command comes to its end.")
-    place = figures or out.with_name(f"{out.stem}_files")
-    place.mkdir(parents=True, exist_ok=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with looking_alike():
-            drawn = [Markup(publish(picture, place)) for picture in _pictures(history, importance)]
-        page = _page(history, drawn, command)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ReportError(f"{folder / TRIALS} is damaged ({type(error).__name__}: {error})") from None
+    with looking_alike():
+        try:
+            about, pictures = _about(history), list(_pictures(history, importance))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ReportError(f"{folder / TRIALS} is damaged ({type(error).__name__}: {error})") from None
+        place = figure_folder(out, figures)
+        drawn = [Markup(publish(picture, place)) for picture in pictures]
+    pages = templates()
+    page = pages.get_template("study.html").render(
+        style=text_of(pages, "report.css"), policy=POLICY, kind="study", drawn=drawn, command=command,
+        version=VERSION, **about,
+    )  # fmt: skip
     write_atomic(out, page.encode())
     return notes
 
@@ -124,22 +127,21 @@ def _importance(importance: Mapping[str, float]) -> Any:
     return figure
 
 
-def _page(history: Mapping[str, Any], drawn: list[Markup], command: str) -> str:
-    pages = Environment(
-        loader=PackageLoader("metavd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    assert pages.loader is not None
+def _about(history: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page says in words and numbers."""
     study = history["study"]
     columns = list(study["space"])
     sign = 1 if history["direction"] == "minimize" else -1
     order = sorted(history["trials"], key=lambda trial: (trial["value"] is None, sign * (trial["value"] or 0)))
-    return pages.get_template("study.html").render(
-        style=Markup(pages.loader.get_source(pages, "report.css")[0]),
-        study=study,
-        what=_NAMES[history["metric"]],
-        columns=columns,
-        trials=[
+    return {
+        "title": f"{study['method']} on {study['data']}",
+        "facts": [
+            f"{len(order)} trials", f"{study['rounds']} rounds", f"{_NAMES[history['metric']]} by {study['by']}",
+            f"{study['seeds']} seed{'s' * (study['seeds'] != 1)} from {study['seed']} on",
+        ],
+        "what": _NAMES[history["metric"]],
+        "columns": columns,
+        "trials": [
             {
                 "number": trial["number"], "state": trial["state"], "reason": trial.get("reason", ""),
                 "value": "" if trial["value"] is None else f"{trial['value']:.4f}",
@@ -148,10 +150,7 @@ def _page(history: Mapping[str, Any], drawn: list[Markup], command: str) -> str:
             }
             for trial in order
         ],
-        drawn=drawn,
-        command=command,
-        version=VERSION,
-    )  # fmt: skip
+    }  # fmt: skip
 
 
 def _text(value: Any) -> str:

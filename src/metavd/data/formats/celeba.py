@@ -265,6 +265,7 @@ def _plan_npz(path: Path, attribute: str, size: tuple[int, int] | None) -> Plan:
         if found.x.ndim != 4 or found.x.dtype != np.uint8 or found.client is None:
             report(FileError(path, "it must hold uint8 images in colour, a label and a client of each."))
             return None
+        assert found.y is not None  # or else `read` would have refused the file
         return _source(path, resize(found.x, size), found.y, found.client, found.test)
 
     return Plan("celeba", path, (path,), read, {"size": size, "layout": "npz"})

@@ -14,7 +14,7 @@ from .files import MAX_FILE, FileError, Plan, need_folder, open_stream, read_byt
 from .idx import read_idx
 from .images import SUFFIXES, open_picture
 from .leaf import read_shard
-from .registry import FORMATS, Info
+from .registry import FORMATS, OWN, Info
 
 MAX_PROBLEMS = 20
 """How many are written out; all are counted."""
@@ -153,7 +153,7 @@ def _plans(root: Path, problems: list[Problem]) -> list[tuple[Info, Plan]]:
     found: list[tuple[Info, Plan]] = []
     taken: set[Path] = set()
     for info in FORMATS.values():
-        if info.name in ("npz", "folder") or not info.files:
+        if info.name in OWN or not info.files:
             continue
         for options in info.variants:
             try:

@@ -39,7 +39,8 @@ class Content(NamedTuple):
     """What an archive holds, images with their channels first."""
 
     x: np.ndarray
-    y: np.ndarray
+    y: np.ndarray | None
+    """None only where `read` was told that there may be no labels."""
     client: np.ndarray | None
     test: np.ndarray | None
 
@@ -94,8 +95,8 @@ def find_npz(root: Path) -> Path:
     return found[0]
 
 
-def read(path: Path, channels: str = "auto") -> Content:
-    """Return the arrays of a file."""
+def read(path: Path, channels: str = "auto", *, labelled: bool = True) -> Content:
+    """Return the arrays of a file; with labelled=False it need not have any labels."""
     with open_zip(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         found: dict[str, tuple[str, np.ndarray] | None] = {}
@@ -103,15 +104,14 @@ def read(path: Path, channels: str = "auto") -> Content:
             present = [key for key in keys if key in members]
             if len(present) > 1:
                 raise FileError(path, f"it holds both {present[0]!r} and {present[1]!r}, but only one can be meant.")
-            if not present and part in ("x", "y"):
+            if not present and (part == "x" or (part == "y" and labelled)):
                 held = ", ".join(sorted(members)[:8]) or "nothing"
                 raise FileError(path, f"it holds {held}, but it must hold {' or '.join(keys)}.")
             found[part] = (present[0], _array(path, archive, members[present[0]])) if present else None
     x, y, client = (None if found[part] is None else found[part][1] for part in ("x", "y", "client"))  # type: ignore[index]
     assert x is not None
-    assert y is not None
     # Labels of one column are common; two columns are refused by their shape.
-    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    y = y[:, 0] if y is not None and y.ndim == 2 and y.shape[1] == 1 else y
     return Content(_channels_first(path, x, channels), y, client, _flags(path, found["test"]))
 
 

@@ -52,6 +52,10 @@ class Info:
     """Whether there are files to look for."""
 
 
+OWN = ("npz", "folder")
+"""Formats of a user's own files: they need a path, and nothing is known of their content beforehand."""
+
+
 def _flag(text: str) -> bool:
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if text.lower() not in words:
