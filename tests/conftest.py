@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from metavd.core.types import Batch, Model
 from metavd.methods import Setting
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported: its kernels then run in an interpreter, on the CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -29,22 +29,35 @@ def axpy(scale: float | Tensor, x: Params, y: Params) -> Params:
     return {name: value + scale * x[name] if name in x else value for name, value in y.items()}
 
 
+def join(tree: Params) -> Tensor:
+    """Return all entries as one vector: a small network's algebra costs calls, not arithmetic, and so only a few."""
+    return torch.cat([value.flatten() for value in tree.values()])
+
+
+def part(vector: Tensor, like: Params) -> Params:
+    """Undo `join`: cut a vector into entries of the names and shapes of a tree."""
+    pieces = torch.split(vector, [value.numel() for value in like.values()])
+    return {name: piece.reshape(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
+
+
 def squared_norm(tree: Params) -> Tensor:
     """Sum of squares over all entries."""
-    return torch.stack([value.square().sum() for value in tree.values()]).sum()
+    return join(tree).square().sum()
 
 
-def clip(tree: Params, limit: float | None, eps: float = 1e-6) -> Params:
-    """Scale all entries jointly so that their L2 norm is at most `limit`: scale = min(1, limit / (norm + eps)).
+def clip_scale(vector: Tensor, limit: float, eps: float = 1e-6) -> Tensor:
+    """Return what brings a vector's L2 norm down to `limit`: min(1, limit / (norm + eps)).
 
     The scale stays in the graph, so a meta-gradient sees it.
     """
+    return (limit / (torch.linalg.vector_norm(vector) + eps)).clamp(max=1.0)
+
+
+def clip(tree: Params, limit: float | None, eps: float = 1e-6) -> Params:
+    """Scale all entries jointly so that their L2 norm is at most `limit`, see `clip_scale`."""
     if limit is None:
         return dict(tree)
-    # The square root's gradient at zero is infinite; a zero gradient is left as it is.
-    square = squared_norm(tree)
-    norm = torch.where(square > 0, square, torch.ones_like(square)).sqrt()
-    scale = torch.where(square > 0, limit / (norm + eps), torch.ones_like(norm)).clamp(max=1.0)
+    scale = clip_scale(join(tree), limit, eps)
     return {name: value * scale for name, value in tree.items()}
 
 

@@ -25,12 +25,16 @@ def params(net):
 # --- cross-entropy -------------------------------------------------------------------------------------------------
 
 
-def test_masked_mean():
-    """Mean over the real rows; 0, and no NaN, where there is none."""
-    values = torch.tensor([1.0, 2.0, 30.0])
-    assert objective.masked_mean(values, None) == 11.0
-    assert objective.masked_mean(values, torch.tensor([1.0, 1.0, 0.0])) == 1.5
-    assert objective.masked_mean(values, torch.zeros(3)) == 0.0
+def test_mean_cross_entropy():
+    """Closed form: the mean over the real rows of -log softmax at the label; 0 where there is no row."""
+    logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0], [5.0, 5.0, 5.0]], dtype=torch.float64)
+    y = torch.tensor([0, 2, 1])
+    rows = functional.cross_entropy(logits, y, reduction="none")
+    for mask in (None, [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]):
+        real = None if mask is None else torch.tensor(mask, dtype=torch.float64)
+        expected = rows.mean() if real is None else (rows * real).sum() / real.sum()
+        torch.testing.assert_close(objective.mean_cross_entropy(logits, y, real), expected)
+    assert objective.mean_cross_entropy(logits, y, torch.zeros(3, dtype=torch.float64)) == 0.0
 
 
 def test_cross_entropy_is_the_mean_over_real_rows(net, params, make_batch):

@@ -1,20 +1,24 @@
-"""The two backends: same answers, in order, no more of a cohort in memory than they run at once."""
+"""The backends: same answers, in order, no more of a cohort in memory than they run at once."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metavd.core import rng
+from metavd.core.model import from_module
 from metavd.core.types import Batch, Job
-from metavd.engine.backend import Backend, loop, vectorized
+from metavd.engine.backend import Backend, loop, reentrant, threads, vectorized
 
 SIZES = ([5, 3], [1], [], [4, 4, 2], [2], [5, 5, 5], [3])
 """Rows of each batch of seven clients: ragged in every way, one client without a batch."""
-BACKENDS = [loop, vectorized(1), vectorized(2), vectorized(3), vectorized(7), vectorized(100)]
+THREADS = [threads(1), threads(2), threads(3), threads(20)]
+BACKENDS = [loop, vectorized(1), vectorized(2), vectorized(3), vectorized(7), vectorized(100), *THREADS]
 
 
 def make_job(client: int, sizes: Sequence[int], rows: int = 2) -> Job:
@@ -58,7 +62,7 @@ def test_backends_agree_on_ragged_clients(backend: Backend) -> None:
         torch.testing.assert_close(mine, right, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", BACKENDS[1:6])
 def test_rows_are_padded_behind(backend: Backend) -> None:
     """Clients with fewer rows to answer, or none, get theirs first; what follows is padding."""
     sizes = [3, 0, 2, 0, 1, 5, 0]
@@ -105,3 +109,150 @@ def test_vmap_refuses_random_numbers_of_its_own() -> None:
 
     with pytest.raises(RuntimeError, match="random"):
         list(vectorized(3)(careless, jobs()))
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", THREADS)
+def test_threads_give_the_same_bits_as_the_loop(backend: Backend) -> None:
+    """Law: a client is computed by one thread with one core, so their number cannot be seen in the answers."""
+    for mine, right in zip(backend(work, iter(jobs())), loop(work, jobs()), strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=0)
+
+
+def test_threads_keep_the_order_when_the_first_is_the_slowest() -> None:
+    """Law: answers come in the order of the jobs, whoever is done first; nobody waits for the slowest to go on."""
+    done: list[int] = []
+
+    def uneven(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        while int(client) == 0 and len(done) < 6:
+            time.sleep(0.001)
+        done.append(int(client))
+        return client * 2
+
+    assert [int(each) for each in threads(2)(uneven, jobs())] == [0, 2, 4, 6, 8, 10, 12]
+    assert done[-1] == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_threads_draw_one_job_ahead(workers: int) -> None:
+    """Law: memory is bounded; a client's data is asked for only when at most `workers` others are unfinished."""
+    finished: list[int] = []
+    most = 0
+
+    def watched() -> Iterator[Job]:
+        nonlocal most
+        for client, sizes in enumerate(SIZES):
+            most = max(most, client - len(finished))
+            yield make_job(client, sizes)
+
+    def counting(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        time.sleep(0.002)
+        finished.append(int(client))
+        return client
+
+    assert len(list(threads(workers)(counting, watched()))) == 7
+    # A worker has answered a moment before it makes room.
+    assert most <= workers
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_threads_know_whether_the_caller_wants_gradients(enabled: bool) -> None:
+    """Torch keeps that word for each thread apart."""
+
+    def asked(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return torch.tensor([torch.is_grad_enabled(), torch.get_num_threads() == 1])
+
+    with torch.set_grad_enabled(enabled):
+        assert [each.tolist() for each in threads(2)(asked, jobs())] == [[enabled, True]] * 7
+
+
+def running() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("client")]
+
+
+def test_threads_leave_nothing_behind() -> None:
+    """Law: afterwards there are no workers, and torch has as many threads as before, in the caller and in new ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        list(threads(3)(work, jobs()))
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert [torch.get_num_threads(), *seen] == [2, 2]
+    finally:
+        torch.set_num_threads(before)
+    assert running() == []
+
+
+def test_the_first_error_in_the_order_of_the_jobs_is_raised() -> None:
+    """Law: which error a run ends with does not depend on who was faster."""
+
+    def failing(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        if int(client) == 2:
+            time.sleep(0.02)
+        if int(client) >= 2:
+            raise ArithmeticError(f"client {int(client)}")
+        return client
+
+    answers = threads(3)(failing, jobs())
+    assert [int(next(answers)), int(next(answers))] == [0, 1]
+    with pytest.raises(ArithmeticError, match="client 2"):
+        next(answers)
+    assert running() == []
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, GeneratorExit])
+def test_who_stops_the_caller_stops_the_workers_at_their_next_step(ending: type[BaseException]) -> None:
+    """Law: a client that would take many more steps does not take them."""
+    steps: list[int] = []
+    begun = threading.Event()
+
+    def long(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        if int(client) == 0:
+            begun.wait(10)
+            return client
+        for step in range(10_000):
+            steps.append(len(batches[step % len(batches) : step % len(batches) + 1]))
+            begun.set()
+            time.sleep(0.001)
+        return client
+
+    answers = threads(2)(long, [make_job(client, [2, 2]) for client in range(6)])
+    assert int(next(answers)) == 0
+    with pytest.raises(ending) if ending is KeyboardInterrupt else pytest.raises(StopIteration):
+        if ending is KeyboardInterrupt:
+            answers.throw(KeyboardInterrupt)
+        else:
+            answers.close()
+            next(answers)
+    assert running() == []
+    assert len(steps) < 10_000
+
+
+def test_a_reentrant_model_serves_threads_with_different_weights() -> None:
+    """Parity: calls side by side answer as calls one after another; a module alone would mix their weights up."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    built: list[int] = []
+
+    def build():
+        built.append(1)
+        return from_module(module)
+
+    model = reentrant(build)
+    x = torch.randn(50, 5, dtype=torch.float64)
+    weights = [{name: value * (1 + 0.1 * i) for name, value in model.init(rng.key(0)).items()} for i in range(30)]
+
+    def call(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        given = {name: value.requires_grad_() for name, value in weights[int(client)].items()}
+        out = [model.apply(given, x, None).sum() + model.features(given, x).sum() for _ in range(5)]
+        return torch.autograd.grad(torch.stack(out).sum(), given["0.weight"])[0]
+
+    work = [make_job(client, []) for client in range(30)]
+    for mine, right in zip(threads(4)(call, work), loop(call, work), strict=True):
+        assert torch.equal(mine, right)
+    assert 1 <= len(built) <= 5

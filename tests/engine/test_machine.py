@@ -18,6 +18,8 @@ def test_threads_come_back_and_small_models_get_one():
             assert torch.get_num_threads() == 2
         with machine.tuned(1000, "cuda"):
             assert torch.get_num_threads() == 2
+        with machine.tuned(10**7, "cpu", "threads"):
+            assert torch.get_num_threads() == 1, "each client has a core, and what lies between them one too"
     finally:
         torch.set_num_threads(before)
 

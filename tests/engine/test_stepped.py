@@ -109,5 +109,4 @@ def test_what_is_no_sequence_of_steps_is_left_to_the_backend() -> None:
     """PFedGP looks at all of a client's rows at once, and a stage that keeps what it received takes no steps."""
     assert not serves(setup_of("pfedgp", model="mlp").algorithm)
     assert not isinstance(local.keep, local.Steps)
-    assert setup_of("fedavg").trainer is None, "without a GPU nothing is captured"
     assert metavd.run(method="pfedgp", rounds=1, clients=3, unseen=0, cohort=1, width=8)["trained_rounds"] == 1

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from ..bench.measure import BenchError
 from ..core.types import NonFiniteError
 from ..data.cohort import ParticipationError
 from ..data.partition import PartitionError
@@ -20,11 +21,14 @@ from ..experiment.store import StoreError
 from ..experiment.tables import TableError
 from ..experiment.track import TrackError
 from ..experiment.tune import TuneError
+from ..flower.config import FailedRunError, FederationError
 from ..methods import MethodError
 from ..report.read import ReportError
 from ..version import VERSION
+from .bench import bench_command
 from .catalogue import datasets_command, methods_command
 from .data import data_group
+from .federate import federate_group
 from .paper import paper_command
 from .report import report_command
 from .terminal import Reporter
@@ -44,6 +48,8 @@ WRONG_INPUT = (
     TuneError,
     TrackError,
     ReportError,
+    BenchError,
+    FederationError,
 )
 """What is the user's to mend: one sentence, exit status 2."""
 
@@ -67,6 +73,8 @@ def cli(context: click.Context) -> None:
     metavd report DIR...                one page of finished runs, with figures
     metavd personalize DIR --data NEW   a model for a new client; then predict, export
     metavd paper T8                     a table of the paper, ours beside theirs
+    metavd federate demo                a real federation, with Flower, on this machine
+    metavd bench                        how fast it is here, beside other ways
     """  # noqa: D301 - click reads the backspace as "keep these lines"
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -75,6 +83,8 @@ def cli(context: click.Context) -> None:
 for command in (
     run_command, compare_command, show_command, methods_command, datasets_command, data_group, tune_command,
     personalize_command, predict_command, export_command, report_command, paper_command,
+    federate_group,
+    bench_command,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -90,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(error.format_message(), 2)
     except WRONG_INPUT as error:
         _fail(str(error), 2)
-    except (InterruptedRun, NonFiniteError) as error:
+    except (InterruptedRun, NonFiniteError, FailedRunError) as error:
         _fail(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
         _fail("stopped", 1)

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..experiment import paper
 from ..experiment.paper import Answer, Compared, PaperError, Protocol, Run, View
 from ..experiment.tables import MEASURES, cells, get, tables
-from .terminal import Reporter, console
+from .terminal import Reporter, at_once, console
 
 STORE = "results/paper.jsonl"
 PAGE = "docs/paper.md"
@@ -41,14 +41,15 @@ def _list(text: str | None) -> list[str] | None:
               help="Where runs in progress live; several processes may share it.")  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the folders of finished runs there.")
 @click.option("--retry", is_flag=True, help="Run again what diverged.")
+@at_once
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
 @click.option("--out", default=PAGE, show_default=True, type=click.Path(), metavar="F.md", help="Page of the report.")
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]")
 def paper_command(
     *, what: tuple[str, ...], rows: str | None, columns: str | None, seeds: int, rounds: int, scale: str,
-    test_rows: str, last: int, overrides: str | None, store: str, work: str, keep: bool, retry: bool, plan_only: bool,
-    out: str, **runtime: Any,
+    test_rows: str, last: int, overrides: str | None, store: str, work: str, keep: bool, retry: bool, jobs: int,
+    plan_only: bool, out: str, **runtime: Any,
 ) -> None:  # fmt: skip
     """Run what the paper's tables need, and set ours beside theirs.
 
@@ -77,7 +78,7 @@ def paper_command(
     if plan_only:
         _print_plan(paper.plan(names, store, retry=retry, note=reporter.note, **part))
         return
-    _run(names, store, part, reporter, work=work, keep=keep, retry=retry, runtime=runtime)
+    _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, runtime=runtime)
     for name in names:
         _print_view(paper.table(name, store, **part))
     click.echo(f"Finished runs: {paper.store_file(store, scale)}")

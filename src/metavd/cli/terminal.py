@@ -163,3 +163,10 @@ shared = adding(
     click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]"),
 )
 """What `run` and `compare` share."""
+
+
+at_once = click.option(
+    "--jobs", type=click.IntRange(0, 1000), default=0, metavar="P",
+    help="Runs at once, each in its own process. [default: 4 on a GPU, 1 on a CPU]",
+)  # fmt: skip
+"""Of commands that carry out many runs."""

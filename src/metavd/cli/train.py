@@ -19,7 +19,7 @@ from ..experiment.run import complete, run
 from ..experiment.spec import Experiment, SpecError, spec_hash
 from ..experiment.store import Store
 from ..experiment.track import TRACKERS, both
-from .terminal import Reporter, console, experiment_of, settings_of, shared, words
+from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, words
 
 
 @click.command("run")
@@ -83,9 +83,10 @@ def default_folder(experiment: Experiment, data: Collection) -> Path:
 @click.argument("given_words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
 @shared
 @click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds a method.")
+@at_once
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
 def compare_command(
-    *, given_words: tuple[str, ...], seeds: int, out: str | None, config: str | None, pairs: tuple[str, ...],
+    *, given_words: tuple[str, ...], seeds: int, jobs: int, out: str | None, config: str | None, pairs: tuple[str, ...],
     page: str | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train several METHODs with several seeds; mean and 95 % interval in one table.
@@ -101,7 +102,7 @@ def compare_command(
     reporter = Reporter()
     try:
         wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
-        rows = compare(names, seeds=seeds, out=folder, listener=reporter, page=wanted, **settings)
+        rows = compare(names, seeds=seeds, jobs=jobs, out=folder, listener=reporter, page=wanted, **settings)
     finally:
         reporter.stop()
     table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")

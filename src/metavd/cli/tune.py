@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from ..experiment.tune import BY, METRICS, SAMPLERS, Plan, TuneError, name_of, plan, tune
-from .terminal import console, experiment_of, settings_of, shared, words
+from .terminal import at_once, console, experiment_of, settings_of, shared, words
 
 _BEST = 5
 """Trials in the table."""
@@ -141,8 +141,7 @@ class Bar:
     show_default=True,
     help="Stop trials that are worse than the median at the same round.",
 )
-@click.option("--jobs", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="P",
-              help="Processes side by side.")  # fmt: skip
+@at_once
 def tune_command(
     *, given_words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...],
     searched: tuple[str, ...], trials: int, metric: str, by: str, seeds: int, sampler: str, prune: bool, jobs: int,

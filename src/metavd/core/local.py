@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import tree
 from ..tree import Params
-from . import rng
+from . import fused, rng
 from .diff import grad, grad_and_value, hessian_product
 from .types import Batch, Local, Objective
 
@@ -46,14 +46,23 @@ def _bind(
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
 
 
+def _land(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
+    """Take the step that ends a client's turn, through which nobody differentiates; see `_move`."""
+    start = {name: params[name] for name in gradient}
+    if fused.descendable(start) and not any(name.endswith(".keep") for name in params):
+        return params | fused.descend(start, gradient, lr, clip)
+    return _move(params, gradient, lr, clip)
+
+
 def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
     """Take one clipped step. A layer's "keep" (see `emit.kept`) holds weights fixed only after the clip."""
-    clipped = tree.clip(gradient, clip)
-    for name in params:
-        layer, _, part = name.rpartition(".")
-        if part == "keep":
-            clipped[f"{layer}.weight"] = clipped[f"{layer}.weight"] * params[name]
-    return tree.axpy(-lr, clipped, params)
+    slope = tree.join(gradient)
+    rate = lr if clip is None else lr * tree.clip_scale(slope, clip)
+    kept = {f"{name.rpartition('.')[0]}.weight": params[name] for name in params if name.endswith(".keep")}
+    if kept:
+        slope = tree.join({name: value * kept[name] if name in kept else value for name, value in gradient.items()})
+    start = {name: params[name] for name in gradient}
+    return params | tree.part(tree.join(start) - rate * slope, start)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
     def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
         function, trained = _bind(objective, params, batches[0], received)
         gradient, loss = grad_and_value(function)(trained)
-        return _move(params, gradient, lr, clip), loss
+        return _land(params, gradient, lr, clip), loss
 
     return Steps(step)
 
@@ -138,7 +147,7 @@ def maml(
             return query(_move(whole, grad(function)(trained), lr, inner_clip), received)
 
         gradient, loss = grad_and_value(adapted)(_trained(params, ()))
-        return _move(params, gradient, outer_lr, clip), loss
+        return _land(params, gradient, outer_lr, clip), loss
 
     return Steps(step, 3)
 
@@ -186,12 +195,12 @@ def hf_maml(
             ahead, here = grad(function)(tree.axpy(delta, gradient, point)), grad(other)(point)
             curved = tree.map(lambda a, b: (a - b) / (2.0 * delta), ahead, here)
             gradient, curved = tree.clip(gradient, clip), tree.clip(curved, clip)
-            return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, None), loss
+            return _land(params, tree.axpy(-lr, curved, gradient), outer_lr, None), loss
         if trust < math.inf:
             limit = trust * tree.squared_norm(gradient).sqrt()
             size = lr * tree.squared_norm(curved).sqrt()
             scale = torch.where(size > limit, limit / size.clamp(min=1e-30), torch.ones_like(size))
             curved = tree.map(lambda value: value * scale, curved)
-        return _move(params, tree.axpy(-lr, curved, gradient), outer_lr, clip), loss
+        return _land(params, tree.axpy(-lr, curved, gradient), outer_lr, clip), loss
 
     return Steps(step, 3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from ..tree import Params
-from . import rng
+from . import fused, rng
 from .types import Model
 from .variational import Noise, per_weight, spread, variance
 
@@ -55,13 +55,22 @@ class _Noisy(nn.Module):
         if mask is not None:
             weight = torch.where(mask > 0, weight, torch.zeros_like(weight))
         if not self.key.numel():
-            return self.transform(x, weight, self.bias)
+            return self.plain(x, weight)
+        x = x.to(weight.dtype)
         if self.alpha.numel():
-            return self.transform(x * (1.0 + self.noise_scale() * self.draw(x)), weight, self.bias)
+            return self.plain(x * (1.0 + self.noise_scale() * self.draw(x)), weight)
         sigma2 = self.variance if mask is None else self.variance * mask
         mean = self.transform(x, weight, self.bias)
         std = (self.transform(x.square(), sigma2, None) + _STD_EPS).sqrt()
-        return mean + std * self.draw(mean)
+        return self.after(mean + std * self.draw(mean))
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Answer without noise; a block before this one may have answered in a shorter type."""
+        return self.after(self.transform(x.to(weight.dtype), weight, self.bias))
+
+    def after(self, out: Tensor) -> Tensor:
+        """Apply what belongs to the layer beside its linear map."""
+        return out
 
     def draw(self, like: Tensor) -> Tensor:
         """Standard normals: the same rows of a draw get the same numbers however many rows follow them."""
@@ -71,19 +80,58 @@ class _Noisy(nn.Module):
 
 class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias)
+        # Under vmap a bias in the product costs a call more than one added to it.
+        out = functional.linear(x, weight)
+        return out if bias is None else out + bias
 
     def noise_scale(self) -> Tensor:
         return self.alpha.sqrt()
 
 
 class _NoisyConv2d(_Noisy, nn.Conv2d):
+    precision: str = fused.EXACT
+    pooled: bool = False
+    """Whether the ReLU and the pooling that follow it in the module are computed here."""
+
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._conv_forward(x, weight, bias)
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.pooled and self.bias is not None and _is_square(self) and fused.blockable(x, weight.shape[-4]):
+            return fused.block(x, weight, self.bias, self.precision)
+        return super().plain(x, weight)
+
+    def after(self, out: Tensor) -> Tensor:
+        return functional.max_pool2d(functional.relu(out), 2) if self.pooled else out
 
     def noise_scale(self) -> Tensor:
         # A grouped convolution's weight knows the channels of one group; the groups share their rates.
         return self.alpha.sqrt().repeat(self.groups)[:, None, None]
+
+
+def _is_square(conv: nn.Conv2d) -> bool:
+    """Whether a convolution is the plain 3x3 one, which keeps the size of an image."""
+    plain = (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
+    return plain and conv.groups == 1 and conv.padding_mode == "zeros"
+
+
+def _fuse(module: nn.Module, precision: str) -> None:
+    """Let convolutions of a Sequential compute the ReLU and the 2x2 max-pooling that follow them, in place."""
+    usual = nn.MaxPool2d(2)
+    uses = Counter(id(layer) for _, layer in module.named_modules(remove_duplicate=False))
+    for part in module.modules():
+        if isinstance(part, _NoisyConv2d):
+            part.precision = precision
+        if type(part) is not nn.Sequential:
+            continue
+        for i in range(len(part) - 2):
+            conv, relu, pool = part[i], part[i + 1], part[i + 2]
+            if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and isinstance(conv, _NoisyConv2d):
+                if uses[id(conv)] > 1:  # elsewhere it may be followed by something else
+                    continue
+                sizes = ((getattr(pool, name), getattr(usual, name)) for name in usual.__constants__)
+                if all(own in (plain, (plain, plain)) for own, plain in sizes):
+                    conv.pooled, part[i + 1], part[i + 2] = True, nn.Identity(), nn.Identity()
 
 
 _NOISY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _NoisyLinear, nn.Conv2d: _NoisyConv2d}
@@ -128,6 +176,7 @@ def from_module(
     variational: Sequence[str] | None = None,
     *,
     init: Callable[[Tensor, str, Tensor], Tensor] | None = None,
+    precision: str = fused.EXACT,
 ) -> Model:
     """Turn a module that maps (B, ...) to logits (B, K) into a `Model`.
 
@@ -137,11 +186,13 @@ def from_module(
             Default: the layer before the output layer (or the output layer, if it is the only one).
         init: makes a tensor's initial value from (key, name, the module's own value). Default: the module's own
             values, so pre-trained weights are kept.
+        precision: one of `fused.PRECISIONS`, for what a GPU computes; parameters and answers keep their type.
     """
     module = copy.deepcopy(module)
     if type(module) in _NOISY:
         module = nn.Sequential(module)
     layers = {name: tuple(layer.weight.shape) for name, layer in _prepare(module).items()}
+    _fuse(module, precision)
     names = tuple(layers)
     chosen = tuple(variational) if variational is not None else names[-2:-1] or names[-1:]
     for name in chosen:
@@ -189,7 +240,7 @@ def from_module(
         return run(params, x, {}, 1)
 
     def features(params: Params, x: Tensor) -> Tensor:
-        return _call(body, weights(params, output + "."), x, tied)
+        return _call(body, weights(params, output + "."), x, tied).to(x.dtype)
 
     return Model(make, apply, features, run, layers, chosen, init is not None)
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import fused
+
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
@@ -24,6 +26,8 @@ _LOW_32 = 0xFFFFFFFF
 
 def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser; torch shifts arithmetically, so the sign bits are masked away."""
+    if z.is_cuda and fused.ready():
+        return fused.mix(z)
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MULTIPLY_1
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MULTIPLY_2
     return z ^ ((z >> 31) & ((1 << 33) - 1))
@@ -68,6 +72,8 @@ def uniform(parent: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.flo
 def normal(parent: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Return standard normal draws (Box-Muller: the two halves of one hash give a radius and an angle)."""
     count = math.prod(shape)
+    if parent.is_cuda and dtype == torch.float32 and fused.ready():
+        return fused.normals(parent, count).reshape((*parent.shape, *shape))
     half = bits(parent, [(count + 1) // 2])
     radius = (-2.0 * torch.log((((half >> 32) & _LOW_32).to(dtype) + 1.0) * 2.0**-32)).clamp(min=0.0).sqrt()
     angle = (half & _LOW_32).to(dtype) * (2.0 * math.pi * 2.0**-32)

@@ -16,6 +16,7 @@ which swallows the KL's first steps; near 0 it does not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..tree import Params
+from . import fused
 
 Kind = Literal["logvar", "logalpha", "input"]
 
@@ -64,8 +66,10 @@ class _Inward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        outward = ((x >= ctx.high) & (slope < 0)) | ((x <= ctx.low) & (slope > 0))
-        return torch.where(outward, torch.zeros_like(slope), slope), None, None
+        if x.is_cuda and x.dtype == torch.float32 and fused.ready():
+            return fused.gate(slope, x, ctx.low, ctx.high), None, None
+        outward = torch.where(slope < 0, x >= ctx.high, x <= ctx.low)
+        return slope.masked_fill(outward, 0.0), None, None
 
 
 def inward(x: Tensor, low: float, high: float) -> Tensor:
@@ -78,7 +82,7 @@ def inward(x: Tensor, low: float, high: float) -> Tensor:
     >>> inward(x, -8.5, 8.5).sum().backward(); x.grad  # descent goes down: back inside from above, further out below
     tensor([0., 1., 1.])
     """
-    return _Inward.apply(x, low, high)  # type: ignore[no-untyped-call]
+    return _Inward.apply(x, low, high)
 
 
 @dataclass(frozen=True)
@@ -154,11 +158,8 @@ def kl_terms(noise: Noise, params: Params, layer: str) -> Tensor:
 
     The gradient goes to the spread alone: theta is held fixed, as in the released code.
     """
-    value = spread(noise, params, layer)
-    if noise.kind == "logvar":
-        terms = 0.5 * torch.log1p(params[f"{layer}.weight"].detach().square() / (value.exp() + _EPS))
-    else:
-        terms = 0.5 * softplus(-value)
+    # Beyond 40 the logarithm is its argument, to the last bit of float64.
+    terms = 0.5 * softplus(-log_alpha(noise, params, layer), threshold=40.0)
     mask = params.get(f"{layer}.mask")
     return terms if mask is None else terms * mask
 
@@ -166,7 +167,7 @@ def kl_terms(noise: Noise, params: Params, layer: str) -> Tensor:
 def kl(noise: Noise, params: Params, *, mean: bool = True) -> Tensor:
     """Return the KL over all posteriors of all layers: their mean (the released code's) or their sum (the ELBO's)."""
     terms = [kl_terms(noise, params, layer) for layer in noise.layers]
-    total = torch.stack([term.sum() for term in terms]).sum()
+    total = reduce(torch.add, (term.sum() for term in terms))
     return total / sum(term.numel() for term in terms) if mean else total
 
 

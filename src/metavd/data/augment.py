@@ -11,8 +11,11 @@ from torch.nn.functional import pad as frame
 
 from ..core import rng
 
+PAD = 4
+"""Pixels by which an image moves at most."""
 
-def crop_and_flip(images: Tensor, key: Tensor, pad: int = 4) -> Tensor:
+
+def crop_and_flip(images: Tensor, key: Tensor, pad: int = PAD) -> Tensor:
     """Shift each image by up to `pad` pixels each way, what comes in from outside being 0, and mirror half of them.
 
     images (B, c, h, w) of any type -> the same. An image's fate depends on its position in the batch and the key,

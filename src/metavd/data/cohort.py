@@ -6,17 +6,17 @@ Shape letters: B batch, T steps, C clients.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
-from ..core import rng
+from ..core import fused, rng
 from ..core.types import Batch, Sampling
-from .augment import crop_and_flip
+from .augment import PAD, crop_and_flip
 from .partition import Federation
 from .source import transform
 
@@ -37,11 +37,20 @@ class Pool(NamedTuple):
     domain: Tensor | None
     normalise: Callable[..., Tensor]
     dtype: torch.dtype
-    layout: torch.memory_format = torch.contiguous_format
+    layout: torch.memory_format
     """Of the images that a network sees."""
+    train: Tensor
+    """All clients' training rows, one client after another."""
+    first: np.ndarray
+    """(N + unseen,) where each client's begin in `train`."""
+    look: tuple[float, Tensor, Tensor] | None
+    """Scale, mean and deviation of images, where they are the same for all."""
 
     def inputs(self, rows: Tensor, key: Tensor | None = None) -> Tensor:
         """Return rows by number as a network sees them; with a key, photographs are cropped and mirrored at random."""
+        return self._seen(rows, key).contiguous(memory_format=self.layout)
+
+    def _seen(self, rows: Tensor, key: Tensor | None) -> Tensor:
         source, raw = self.federation.source, self.x[rows]
         domain = None if self.domain is None else self.domain[rows]
         if key is not None and source.augment:
@@ -50,7 +59,16 @@ class Pool(NamedTuple):
                 augmented = torch.tensor([each.augment for each in source.domains], device=raw.device)
                 changed = torch.where(augmented[domain][:, None, None, None], changed, raw)
             raw = changed
-        return self.normalise(raw, domain).contiguous(memory_format=self.layout)
+        return self.normalise(raw, domain)
+
+    def many(self, rows: Tensor, keys: Tensor | None) -> Tensor:
+        """Return the `inputs` of many batches at once, rows (..., B), keys (...), one a batch, in the usual layout."""
+        if self.look is not None and self.x.is_cuda and self.dtype == torch.float32 and fused.ready():
+            return fused.images(self.x, rows, keys if self.federation.source.augment else None, self.look, PAD)
+        each = self._seen
+        for _ in range(rows.ndim - 1):
+            each = vmap(each) if keys is not None else vmap(each, (0, None))
+        return each(rows, keys)
 
 
 def pool(
@@ -66,7 +84,14 @@ def pool(
     y = torch.from_numpy(source.y).to(device)
     domain = None if source.domain is None else torch.from_numpy(source.domain).to(device)
     layout = torch.channels_last if channels_last and x.ndim == 4 else torch.contiguous_format
-    return Pool(federation, x, y, domain, transform(source, dtype, device), dtype, layout)
+    train = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *federation.train])).to(device)
+    first = np.cumsum([0, *map(len, federation.train[:-1])])
+    look = None
+    if domain is None and x.ndim == 4:
+        spread = [torch.tensor(values, dtype=dtype, device=device).expand(x.shape[1]).contiguous()
+                  for values in (source.mean, source.std)]  # fmt: skip
+        look = (source.scale, spread[0], spread[1])
+    return Pool(federation, x, y, domain, transform(source, dtype, device), dtype, layout, train, first, look)
 
 
 def probabilities(text: str, num_clients: int, key: Tensor, what: str) -> Tensor:
@@ -114,29 +139,82 @@ def _happens(key: Tensor, tag: int, round: int, probability: Tensor) -> Tensor:
     return rng.uniform(rng.fold(key, tag, round).cpu(), probability.shape, torch.float64) < probability
 
 
-def plan(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:
-    """Return the positions (in a client's `count` rows) of each batch.
+class Plan(NamedTuple):
+    """Where the batches of clients come from: of which of its shuffles, from which place on, how many rows."""
+
+    batches: np.ndarray
+    """(C,) of each client."""
+    shuffle: np.ndarray
+    """(C, T), and so are the two below."""
+    start: np.ndarray
+    size: np.ndarray
+    """0 where a client has no such batch."""
+
+
+def layout(sampling: Sampling, counts: np.ndarray) -> Plan:
+    """Return the plan of clients with so many rows, (C,).
 
     Whole passes are shuffled and cut; the last batch may be short. A group of batches that belong to one step is cut
     from one shuffled ring, so that they share no row while the client has a row for each.
     """
-    if count == 0:
-        return []
+    passes = -(-counts // max(sampling.batch, 1))
     if sampling.steps is not None or sampling.full:
-        size = count if sampling.full else min(sampling.batch, count)
-        return [rng.permutation(rng.fold(key, s), count)[:size] for s in range(sampling.steps or 0)]
-    per_pass = math.ceil(count / sampling.batch)
-    if sampling.group == 1:
-        passes = (rng.permutation(rng.fold(key, epoch), count) for epoch in range(sampling.epochs))
-        return [batch for order in passes for batch in torch.split(order, sampling.batch)]
-    batches = math.ceil(per_pass / sampling.group) * sampling.group
-    if sampling.independent:
-        size = min(sampling.batch, count)
-        return [rng.permutation(rng.fold(key, i), count)[:size] for i in range(sampling.epochs * batches)]
-    size = min(sampling.batch, max(1, count // sampling.group))
-    rings = (rng.permutation(rng.fold(key, epoch), count) for epoch in range(sampling.epochs))
-    steps = torch.arange(batches)[:, None] * size + torch.arange(size)[None, :]
-    return [ring[positions % count] for ring in rings for positions in steps]
+        batches, each = np.full_like(counts, sampling.steps or 0), np.ones_like(counts)
+        size = counts if sampling.full else np.minimum(sampling.batch, counts)
+    elif sampling.group == 1:
+        batches, each, size = sampling.epochs * passes, passes, np.full_like(counts, sampling.batch)
+    else:
+        each = -(-passes // sampling.group) * sampling.group
+        batches, size = sampling.epochs * each, np.minimum(sampling.batch, np.maximum(1, counts // sampling.group))
+        if sampling.independent:
+            each, size = np.ones_like(counts), np.minimum(sampling.batch, counts)
+    batches = np.where(counts > 0, batches, 0)
+    number = np.arange(max(batches, default=0))[None, :]
+    shuffle, place = np.divmod(number, np.maximum(each, 1)[:, None])
+    start = place * size[:, None]
+    whole = np.broadcast_to(size[:, None], start.shape)
+    if sampling.group == 1:  # no ring: a pass ends with the rows
+        whole = np.minimum(whole, counts[:, None] - start)
+    return Plan(batches, shuffle, start, np.where(number < batches[:, None], whole, 0))
+
+
+def plan(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:
+    """Return the positions (in a client's `count` rows) of each batch."""
+    made = layout(sampling, np.array([count]))
+    shuffles = [rng.permutation(rng.fold(key, i), count) for i in range(int(made.shuffle.max(initial=-1)) + 1)]
+    return [
+        shuffles[shuffle][(start + torch.arange(size)) % count]
+        for shuffle, start, size in zip(*(part[0].tolist() for part in made[1:]), strict=True)
+    ]
+
+
+def over(values: Tensor, device: torch.device) -> Tensor:
+    """Bring host values to a device; a GPU takes them when it comes to that, and the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def draw(pool: Pool, clients: np.ndarray, made: Plan, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of the batches of clients, the very ones of `plan`, and which of them are real: (T, C, B).
+
+    `keys` (C,) are those that `plan` is given. It is all done where the keys are, without a word to the host.
+    """
+    device = keys.device
+    counts = np.array([len(pool.federation.train[client]) for client in clients])
+    longest, widest = int(counts.max(initial=1)), int(made.size.max(initial=1))
+    shuffles = int(made.shuffle.max(initial=-1)) + 1
+    bits = rng.bits(rng.fold(keys[:, None], torch.arange(shuffles, device=device)), [longest])
+    sizes = over(torch.from_numpy(np.maximum(counts, 1)), device)
+    # Places beyond a client's rows sort behind all of them; bits do not depend on how many follow.
+    beyond = torch.arange(longest, device=device) >= sizes[:, None, None]
+    orders = torch.argsort(bits.masked_fill(beyond, torch.iinfo(torch.int64).max), dim=-1, stable=True)
+    lane = np.arange(len(clients))[:, None] * shuffles + np.minimum(made.shuffle, shuffles - 1)
+    host = np.stack([lane * longest, made.start, made.size], -1).transpose(1, 0, 2)
+    at, start, size = over(torch.from_numpy(np.ascontiguousarray(host)), device).unsqueeze(-2).unbind(-1)
+    offset = torch.arange(widest, device=device)
+    positions = orders.flatten()[at + (start + offset) % sizes[:, None]]
+    rows = pool.train[over(torch.from_numpy(pool.first[clients]), device)[:, None] + positions]
+    real = offset < size
+    return torch.where(real, rows, 0), real
 
 
 def _extra(pool: Pool, own: np.ndarray, each: int, key: Tensor) -> np.ndarray:
@@ -164,6 +242,40 @@ def batches(pool: Pool, client: int, sampling: Sampling, key: Tensor, round: Ten
         x, y = pool.inputs(chosen, fresh), pool.y[chosen]
         result.append(Batch(x, y, None, rng.fold(key, 1, step).to(device), round, size))
     return result
+
+
+_LOT = 1 << 14
+"""Rows that are drawn for several clients at once."""
+
+
+def lots(pool: Pool, clients: Sequence[int], sampling: Sampling, keys: Tensor, round: Tensor) -> Iterator[list[Batch]]:
+    """Yield the `batches` of one client after another, drawn for many at once; `keys` (C,) on the host."""
+    if sampling.extra:
+        yield from (batches(pool, client, sampling, key, round) for client, key in zip(clients, keys, strict=True))
+        return
+    ids = np.asarray(clients, dtype=np.int64)
+    counts = np.array([len(pool.federation.train[client]) for client in clients], dtype=np.int64)
+    whole = layout(sampling, counts)
+    each = max(1, _LOT // max(1, int(whole.size.sum(1).max(initial=1))))
+    for start in range(0, len(ids), each):
+        lot = slice(start, start + each)
+        longest = int(whole.batches[lot].max(initial=0))
+        made = Plan(whole.batches[lot], *(part[lot, :longest] for part in whole[1:]))
+        own = over(keys[lot], pool.x.device)
+        rows, _ = draw(pool, ids[lot], made, rng.fold(own, 0))
+        number = torch.arange(longest, device=own.device)[:, None]
+        noise, fresh = (rng.fold(rng.fold(own, tag), number) for tag in (1, 3))
+        x, y = pool.many(rows, fresh if sampling.augment else None), pool.y[rows]
+        sizes = over(torch.from_numpy(counts[lot]), pool.x.device).to(pool.dtype)
+        for c, several in enumerate(made.batches.tolist()):
+            real = made.size[c].tolist()
+            yield [
+                Batch(
+                    x[t, c, : real[t]].contiguous(memory_format=pool.layout), y[t, c, : real[t]], None, noise[t, c],
+                    round, sizes[c],
+                )
+                for t in range(several)
+            ]  # fmt: skip
 
 
 def pad(jobs: Sequence[Sequence[Batch]], blank: Batch) -> list[Batch]:

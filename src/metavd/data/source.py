@@ -115,7 +115,7 @@ def arrays(
     if not (np.isfinite(scale) and scale > 0):
         raise SourceError(f"{name}: scale is {scale}, but it must be a positive number.")
     if mean is None or std is None:
-        measured = _moments(x if test is None else x[~test])
+        measured = moments(x if test is None else x[~test])
         mean = [value * scale for value in measured[0]] if mean is None else mean
         # A constant channel is only centred.
         std = [value * scale or 1.0 for value in measured[1]] if std is None else std
@@ -279,7 +279,7 @@ def _flags(value: ArrayLike, length: int, name: str) -> np.ndarray:
     return test
 
 
-def _moments(x: np.ndarray) -> tuple[list[float], list[float]]:
+def moments(x: np.ndarray) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation per channel of images, or over everything of features.
 
     Channel by channel, and a channel of bytes through its histogram: a float64 copy of a dataset may not fit.

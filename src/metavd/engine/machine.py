@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..core.fused import EXACT
+
 _SMALL = 200_000
 """Below so many weights, a second thread costs more in waiting than it saves in arithmetic."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -28,13 +30,18 @@ _KEEPING = (
 
 
 @contextmanager
-def tuned(weights: int, device: str) -> Iterator[None]:
-    """Use a CPU well for a model of so many weights; on a GPU, or without glibc, change nothing."""
+def tuned(weights: int, device: str, backend: str = "loop", precision: str = EXACT) -> Iterator[None]:
+    """Use a CPU well for operations on so many weights at once; let a GPU multiply in a precision of `core.fused`.
+
+    With one client a core (backend "threads") what lies between clients has one thread too: so a run's bits do not
+    depend on the number of cores.
+    """
     if device != "cpu":
-        yield
+        with _products(precision):
+            yield
         return
     before = torch.get_num_threads()
-    if weights < _SMALL:
+    if weights < _SMALL or backend == "threads":
         torch.set_num_threads(1)
     libc = _glibc()
     try:
@@ -45,6 +52,19 @@ def tuned(weights: int, device: str) -> Iterator[None]:
         _set(libc, _USUAL)
         if libc is not None:
             libc.malloc_trim(0)
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Let products be TF32 unless they are to be exact; algorithms that give other bits every time are never used."""
+    matrices, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic)
+    short = precision != EXACT
+    try:
+        matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = short, short, True
+        yield
+    finally:
+        matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -5,7 +5,7 @@ Shape letters: C clients of the cohort.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import tree, wire
 from ..core import rng
 from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Update
-from ..data.cohort import TRAIN, Pool, arriving, batches, choose
+from ..data.cohort import TRAIN, Pool, arriving, batches, choose, over
 from ..tree import Params
 from .backend import Backend
 from .stepped import Trainer
@@ -81,35 +81,62 @@ def train_round(
     computed. A round without a single answer leaves the server's parameters as they are. A `trainer` takes the place
     of the backend.
     """
-    round = int(state.round) + 1
+    train = trainer or mapped(backend)
+    new, finish = _begin(algorithm, pool, state, cohort, train, lost=lost, done=int(state.round))
+    return new, finish()
+
+
+def _begin(
+    algorithm: Algorithm,
+    pool: Pool,
+    state: ServerState,
+    cohort: Tensor,
+    trainer: Trainer,
+    *,
+    lost: Sequence[int],
+    done: int,
+) -> tuple[ServerState, Callable[[], Record]]:
+    """Set a round after `done` others going; return the state that it ends in and what waits for that and checks it."""
     wasted = [wire.traffic(algorithm.emit.apply(state.params, _id(pool, one), state.round)) for one in lost]
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
-        return state._replace(round=state.round + 1), Record(round, [], list(lost), None, down, 0, dense, 0)
-    adapted, losses = (trainer or mapped(backend))(algorithm, pool, state, cohort)
-    _check(adapted | {"loss": losses}, round, cohort)
-    sizes = [len(pool.federation.train[client]) for client in cohort.tolist()]
-    weight = torch.tensor(sizes, dtype=pool.dtype, device=pool.x.device)
-    traffic = [wire.traffic(tree.unstack(adapted, i)) for i in range(len(cohort))]
-    new = algorithm.server.update(state, Update(cohort.to(pool.x.device), adapted, weight))
-    _check(new.params, round, None)
-    record = Record(
-        round=round,
-        cohort=cohort.tolist(),
-        lost=list(lost),
-        loss=float((losses * weight).sum() / weight.sum()),
-        down=down + sum(each.down for each in traffic),
-        up=sum(each.up for each in traffic),
-        dense_down=dense + sum(each.dense for each in traffic),
-        dense_up=sum(each.dense for each in traffic),
-    )
-    return new, record
+        record = Record(done + 1, [], list(lost), None, down, 0, dense, 0)
+        return state._replace(round=state.round + 1), lambda: record
+    adapted, losses = trainer(algorithm, pool, state, cohort)
+    sizes = torch.tensor([len(pool.federation.train[client]) for client in cohort.tolist()])
+    weight = over(sizes, pool.x.device).to(pool.dtype)
+    new = algorithm.server.update(state, Update(over(cohort, pool.x.device), adapted, weight))
+    loss = (losses * weight).sum() / weight.sum()
+
+    def finish() -> Record:
+        answered = adapted | {"loss": losses}
+        if not _finite([*answered.values(), *new.params.values()]):
+            check_finite(answered, done + 1, cohort)
+            check_finite(new.params, done + 1, None)
+        sent = adapted | {name: value.cpu() for name, value in adapted.items() if name.endswith(".mask")}
+        traffic = [wire.traffic(tree.unstack(sent, i)) for i in range(len(cohort))]
+        return Record(
+            round=done + 1,
+            cohort=cohort.tolist(),
+            lost=list(lost),
+            loss=float(loss),
+            down=down + sum(each.down for each in traffic),
+            up=sum(each.up for each in traffic),
+            dense_down=dense + sum(each.dense for each in traffic),
+            dense_up=sum(each.dense for each in traffic),
+        )
+
+    return new, finish
 
 
-def _check(params: Params, round: int, cohort: Tensor | None) -> None:
+def _finite(values: Iterable[Tensor]) -> bool:
+    """Ask the device once for all tensors."""
+    return bool(torch.stack([torch.isfinite(value).all() for value in values]).all())
+
+
+def check_finite(params: Params, round: int, cohort: Tensor | None) -> None:
     """Stop at the first tensor that is not finite, and say whose it is."""
-    # One question to the device for all tensors; only a bad answer is worth asking again.
-    if torch.stack([torch.isfinite(value).all() for value in params.values()]).all():
+    if _finite(params.values()):
         return
     for name, value in params.items():
         if torch.isfinite(value).all():
@@ -137,10 +164,20 @@ def simulate(
 
     `available` and `lost` (N,) are the clients' probabilities of being there and of failing to answer.
     """
+    key, trainer = state.key.cpu(), trainer or mapped(backend)
+    waiting: list[tuple[ServerState, Callable[[], Record]]] = []
+    # A GPU works while the host prepares: the next round is under way before this one is waited for and yielded.
+    ahead = 1 if pool.x.is_cuda else 0
     for done in range(int(state.round), rounds):
-        asked = choose(state.key, done, pool.federation.num_clients, cohort, available)
-        here = arriving(state.key, done, asked, lost)
+        asked = choose(key, done, pool.federation.num_clients, cohort, available)
+        here = arriving(key, done, asked, lost)
         gone = sorted(set(asked.tolist()) - set(here.tolist()))
         with torch.no_grad():
-            state, record = train_round(algorithm, pool, state, here, backend, trainer=trainer, lost=gone)
-        yield state, record
+            begun = _begin(algorithm, pool, state, here, trainer, lost=gone, done=done)
+            waiting.append(begun)
+            state = begun[0]
+            finished = [(new, finish()) for new, finish in waiting[: len(waiting) - ahead]]
+        del waiting[: len(waiting) - ahead]
+        yield from finished
+    for new, finish in waiting:
+        yield new, finish()

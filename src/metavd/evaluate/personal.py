@@ -15,7 +15,7 @@ from ..core import rng
 from ..core.emit import OWNED
 from ..core.types import Algorithm, Answer, Batch, Job, NonFiniteError, ServerState
 from ..core.variational import rates, without_gradient
-from ..data.cohort import PERSONAL, TEST, Pool, batches
+from ..data.cohort import PERSONAL, TEST, Pool, lots
 from ..tree import Params
 from .metrics import ClientResult
 
@@ -31,8 +31,8 @@ def _jobs(algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequenc
     ids = torch.tensor(clients, dtype=torch.int64)
     # All clients' keys at once: one by one they would cost more than a small client's forward pass.
     personal_keys, answer_keys = (rng.fold(state.key.cpu(), tag, int(state.round), ids) for tag in (PERSONAL, TEST))
-    for client, key, answer_key in zip(clients, personal_keys, answer_keys.to(device), strict=True):
-        own = batches(pool, client, algorithm.personal_batches, key, state.round)
+    drawn = lots(pool, clients, algorithm.personal_batches, personal_keys, state.round)
+    for client, own, answer_key in zip(clients, drawn, answer_keys.to(device), strict=True):
         rows = torch.from_numpy(getattr(pool.federation, split)[client]).to(device)
         yield Job(torch.tensor(client, device=device), own, pool.inputs(rows), answer_key)
 

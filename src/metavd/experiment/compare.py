@@ -14,6 +14,7 @@ from ..engine.checkpoint import write_atomic
 from ..evaluate.metrics import interval
 from ..methods import options_of
 from .run import Data, Listener, Silent, check_folder, data_of, prepare, run
+from .side import jobs_for, side_by_side
 from .spec import Experiment, SpecError, with_settings
 from .store import Store
 
@@ -92,6 +93,7 @@ def compare(
     methods: Sequence[str],
     *,
     seeds: int = 3,
+    jobs: int = 1,
     out: str | Path,
     experiment: Experiment | None = None,
     listener: Listener | None = None,
@@ -102,6 +104,7 @@ def compare(
 ) -> dict[str, dict[str, tuple[float, float | None] | None]]:
     """Run every method with seeds first..first+seeds-1 on the same clients' data, and return the table.
 
+    `jobs` runs are carried out at once, each in a process of its own; 0 leaves the number to the device, see `side`.
     Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
     """
@@ -123,9 +126,17 @@ def compare(
         check_folder(Store(place), prepare(one, data, module), resume=True)
     if page is not None:
         page[0].parent.mkdir(parents=True, exist_ok=True)
-    rows, results = {}, {}
-    for key, (one, place) in planned.items():
-        results[key] = run(one, out=place, resume=True, listener=listener, source=data, module=module)
+    at_once = jobs_for(next(iter(planned.values()))[0].device, jobs)
+    # A listener hears of one run at a time; several at once report when they end.
+    heard = listener if at_once == 1 else None
+    tasks = [(one, place, data, module, heard) for one, place in planned.values()]
+    ended: dict[int, dict[str, Any]] = {}
+    for number, result in side_by_side(_one, tasks, at_once):
+        ended[number] = result
+        if heard is None:
+            listener.note(f"{len(ended)} of {len(tasks)}: {result['method']}, seed {result['seed']}")
+    results = {key: ended[number] for number, key in enumerate(planned)}
+    rows = {}
     for method in methods:
         rows[method] = summarize_runs([result for (name, _), result in results.items() if name == method])
     content = {"columns": list(COLUMNS), "rows": rows, "runs": list(results.values())}
@@ -134,6 +145,12 @@ def compare(
     if page is not None:
         write_atomic(page[0], document(markdown(rows), list(results.values()), page[1]).encode())
     return rows
+
+
+def _one(
+    experiment: Experiment, place: Path, data: Data, module: nn.Module | Model | None, listener: Listener | None
+) -> dict[str, Any]:
+    return run(experiment, out=place, resume=True, listener=listener, source=data, module=module)
 
 
 def _fitting(method: str, settings: Mapping[str, Any], every: Sequence[str]) -> dict[str, Any]:

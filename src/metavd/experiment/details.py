@@ -52,7 +52,7 @@ def details(
             np.bincount(federation.source.y[rows], minlength=federation.source.num_classes).tolist()
             for rows in (*federation.train[:known][:LIMIT], *federation.train[known:][:LIMIT])
         ],
-        "rates": _rates(algorithm, state, min(known, LIMIT)),
+        "rates": drawn_rates(algorithm, state, known),
         "embeddings": state.params[EMBEDDING][:LIMIT].tolist() if EMBEDDING in state.params else None,
     }
 
@@ -70,13 +70,14 @@ def _uncertainty(results: Sequence[ClientResult]) -> dict[str, list[float]] | No
     return {"edges": edges.tolist(), **count}
 
 
-def _rates(algorithm: Algorithm, state: ServerState, count: int) -> dict[str, dict[str, Any]] | None:
+def drawn_rates(algorithm: Algorithm, state: ServerState, known: int) -> dict[str, dict[str, Any]] | None:
+    """Return histograms of the dropout rates of participating clients; None where the method has none."""
     if algorithm.noise is None:
         return None
     edges = torch.linspace(0, 1, _BINS + 1)
     found: dict[str, list[list[int]]] = {}
     with torch.no_grad():
-        for client in range(count):
+        for client in range(min(known, LIMIT)):
             received = algorithm.emit.apply(state.params, torch.tensor(client, device=state.round.device), state.round)
             for layer, rate in rates(algorithm.noise, received).items():
                 bins = torch.histc(rate.float().cpu(), _BINS, 0, 1).long().tolist()

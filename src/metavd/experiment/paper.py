@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from ..evaluate.metrics import interval
 from .compare import value_at
 from .provenance import provenance
 from .run import Listener, Silent, run
+from .side import jobs_for, side_by_side
 from .spec import RUNTIME, Experiment, SpecError, nearest, with_settings
 from .store import Store, StoreError
 from .tables import MEASURES, Cell, Figure, Table, cells, get, tables
@@ -325,11 +327,12 @@ def run_missing(
     work: str | Path | None = None,
     keep: bool = False,
     retry: bool = False,
+    jobs: int = 1,
     listener: Listener | None = None,
     progress: Callable[[Run, int, int], None] = _quiet,
     **runtime: Any,
 ) -> Outcome:
-    """Run what the tables need and the store lacks, one after the other.
+    """Run what the tables need and the store lacks, one after the other or several at once.
 
     Args:
         names: tables, such as ["T8"].
@@ -341,8 +344,10 @@ def run_missing(
             the work; without it a run that is stopped starts anew.
         keep: leave the folders of finished runs, with their clients' lines and checkpoints, in `work`.
         retry: also run again what failed.
-        listener: is told of every run's rounds, and of what goes wrong.
-        progress: is told of each run before it starts, its number and how many there are.
+        jobs: runs at once, each in a process of its own; 0: what suits the device, see `side`.
+        listener: is told of every run's rounds, and of what goes wrong; of several at once only of the latter.
+        progress: is told of each run before it starts (of several at once: when it ends), its number and how many
+            there are.
         runtime: `RUNTIME` settings, device="cuda" for example.
     """
     for key in runtime:
@@ -350,31 +355,70 @@ def run_missing(
             raise PaperError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
     missing = plan(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note).missing
-    done: list[Run] = []
-    elsewhere: list[Run] = []
-    failed: list[tuple[Run, str]] = []
-    refused: list[tuple[Run, str]] = []
-    for number, one in enumerate(missing, 1):
-        with _place(work, one.id) as folder:
-            there = read(store, how.scale).get(one.id)
-            if folder is None or (there is not None and not (retry and "failed" in there)):
-                elsewhere.append(one)
-                continue
-            progress(one, number, len(missing))
-            try:
-                append(store, _line(one, how.scale, _result(one, folder, runtime, listener)))
-                done.append(one)
-            except NonFiniteError as error:
-                append(store, _line(one, how.scale, {"failed": str(error), **_made_on(runtime)}))
-                failed.append((one, str(error)))
-                listener.note(f"{one.cells[0]} failed: {error}")
-            except _REFUSED as error:
-                refused.append((one, str(error)))
-                listener.note(f"{one.cells[0]} cannot be run: {error}")
-                continue
-            if not keep and folder.exists():
-                shutil.rmtree(folder)
-    return Outcome(tuple(done), tuple(failed), tuple(refused), tuple(elsewhere))
+    at_once = jobs_for(str(runtime.get("device", "auto")), jobs)
+    ends: dict[str, list[tuple[Run, str]]] = {"done": [], "failed": [], "refused": [], "elsewhere": []}
+
+    def ended(one: Run, end: str, reason: str) -> None:
+        ends[end].append((one, reason))
+        if end in _SAID:
+            listener.note(f"{one.cells[0]} {_SAID[end]}: {reason}")
+
+    order = _Order(store, how.scale, work, keep, retry, runtime)
+    if at_once == 1 or len(missing) < 2:
+        for number, one in enumerate(missing, 1):
+            start = partial(progress, one, number, len(missing))
+            ended(one, *_attempt(one, order, listener, start))
+    else:
+        if missing and work is None:
+            raise PaperError("several runs at once need a work folder, in which they find what the others do")
+        ending = side_by_side(_attempt, [(one, order) for one in missing], at_once)
+        for number, (place, (end, reason)) in enumerate(ending, 1):
+            progress(missing[place], number, len(missing))
+            ended(missing[place], end, reason)
+    return Outcome(
+        tuple(one for one, _ in ends["done"]),
+        tuple(ends["failed"]),
+        tuple(ends["refused"]),
+        tuple(one for one, _ in ends["elsewhere"]),
+    )
+
+
+_SAID = {"failed": "failed", "refused": "cannot be run"}
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How runs are to be carried out, see `run_missing`."""
+
+    store: str | Path
+    scale: str
+    work: str | Path | None
+    keep: bool
+    retry: bool
+    runtime: Mapping[str, Any]
+
+
+def _attempt(
+    one: Run, order: _Order, listener: Listener | None = None, start: Callable[[], None] = _quiet
+) -> tuple[str, str]:
+    """Carry out one run and store it; say how that ended, and why where it did not end well."""
+    store, scale, runtime = order.store, order.scale, order.runtime
+    with _place(order.work, one.id) as folder:
+        there = read(store, scale).get(one.id)
+        if folder is None or (there is not None and not (order.retry and "failed" in there)):
+            return "elsewhere", ""
+        start()
+        end, reason = "done", ""
+        try:
+            append(store, _line(one, scale, _result(one, folder, runtime, listener or Silent())))
+        except NonFiniteError as error:
+            append(store, _line(one, scale, {"failed": str(error), **_made_on(runtime)}))
+            end, reason = "failed", str(error)
+        except _REFUSED as error:
+            return "refused", str(error)
+        if not order.keep and folder.exists():
+            shutil.rmtree(folder)
+    return end, reason
 
 
 @contextmanager
@@ -403,10 +447,10 @@ def _place(work: str | Path | None, name: str) -> Iterator[Path | None]:
 def _result(one: Run, folder: Path, runtime: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     if "method" not in one.settings:
         return {"result": {"classes": _classes(one.settings)}, **_made_on({"device": "cpu"})}
-    often = {"eval_every": max(1, one.settings["rounds"] // 50)}
+    often = {"eval_every": max(1, one.settings["rounds"] // 20)}
     result = run(**_complete(one.settings), **(often | dict(runtime)), out=folder, resume=True, listener=listener)
     store = Store(folder)
-    made_on = {key: result[key] for key in ("device", "machine", "commit", "spec")}
+    made_on = {key: result[key] for key in ("device", "precision", "machine", "commit", "spec")}
     versions = {"metavd": result["version"], "torch": result["torch"], "python": result["python"]}
     summary = _summary(result, store)
     return {**made_on, "versions": versions, "result": _rounded(summary)}

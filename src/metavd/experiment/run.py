@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,11 +25,14 @@ from ..data.collection import Collection
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
 from ..data.source import Source
-from ..engine.backend import Backend, loop, vectorized
+from ..engine.backend import Backend, loop, reentrant, threads, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
+from ..engine.choice import choice
+from ..engine.graph import captured
 from ..engine.machine import tuned
 from ..engine.simulate import Record, simulate
 from ..engine.stepped import Trainer, serves, stepped
+from ..engine.together import together
 from ..evaluate.metrics import ClientResult, client_figures, gap_interval, of_classes, summarize, tempered
 from ..evaluate.personal import answers, diagnose
 from ..tree import Params
@@ -115,8 +118,8 @@ def model_for(e: Experiment, source: Source, module: nn.Module | Model | None) -
         return module._replace(init=init)
     if module is None:
         built = module_for(e.model, source.x.shape[1:], source.num_classes, e.width)
-        return from_module(built.to(e.device, dtype), init=xavier)
-    return from_module(copy.deepcopy(module).to(e.device, dtype))
+        return from_module(built.to(e.device, dtype), init=xavier, precision=e.precision)
+    return from_module(copy.deepcopy(module).to(e.device, dtype), precision=e.precision)
 
 
 def _content(data: Collection, module: nn.Module | Model | None) -> str:
@@ -147,7 +150,7 @@ def deal(e: Experiment, data: Collection) -> Federation:
 
 def channels_last(e: Experiment) -> bool:
     """Whether images lie in memory with the channels of a pixel side by side: a loop over convolutions is faster so."""
-    return e.device == "cpu" and e.backend == "loop"
+    return e.device == "cpu" and e.backend != "vmap"
 
 
 def num_weights(model: Model) -> int:
@@ -164,6 +167,10 @@ def data_of(experiment: Experiment, source: Data | None = None, note: Note = log
     return collection.load(experiment.data, experiment.root, note) if source is None else collection.collect(source)
 
 
+_TOGETHER = 256
+"""Clients that are evaluated at once under vmap, where the memory holds them."""
+
+
 def prepare(experiment: Experiment, source: Data | None = None, module: nn.Module | Model | None = None) -> Setup:
     """Complete an experiment and build all its parts; wrong input is found here, before anything is written."""
     data = data_of(experiment, source)
@@ -171,6 +178,10 @@ def prepare(experiment: Experiment, source: Data | None = None, module: nn.Modul
     federation = deal(e, data)
     if e.patience and not any(map(len, federation.valid)):
         raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
+    model = model_for(e, federation.source, module)
+    e = replace(e, backend=_backend_name(e, model, federation.source.x.shape[1:], own=isinstance(module, Model)))
+    if e.backend == "threads":
+        model = reentrant(lambda: model_for(e, federation.source, module))
     rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
     server_rows = torch.from_numpy(federation.server).to(e.device)
     setting = methods.Setting(
@@ -179,12 +190,29 @@ def prepare(experiment: Experiment, source: Data | None = None, module: nn.Modul
         rounds=e.rounds,
         server_rows=(lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None,
     )
-    model = model_for(e, federation.source, module)
     algorithm = methods.algorithm(e.method, model, setting, e.options)
-    backend = loop if e.backend == "loop" else vectorized(e.chunk)
-    captured = e.backend == "vmap" and e.device != "cpu" and e.chunk >= e.cohort and serves(algorithm)
-    trainer = stepped(capture=True) if captured else None
-    return Setup(e, data.defaults, rows, algorithm, backend, trainer, num_weights(model))
+    if rows.x.is_cuda:
+        server = algorithm.server
+        algorithm = replace(algorithm, server=server._replace(update=captured(server.update)))
+    trainer = None
+    if e.backend == "vmap" and serves(algorithm):
+        trainer = together(e.chunk) if e.device == "cpu" else stepped(capture=True, chunk=e.chunk)
+    return Setup(e, data.defaults, rows, algorithm, _backend(e), trainer, num_weights(model))
+
+
+def _backend_name(e: Experiment, model: Model, shape: Sequence[int], *, own: bool) -> str:
+    """Return the backend that a run takes on its device, where it was left open."""
+    name = e.backend
+    if name == "auto":
+        name = choice(model, shape, int(e.options.get("batch", 0)), int(e.cohort)) if e.device == "cpu" else "vmap"
+    # Of a user's own Model there is only this one, and one cannot be used by two threads at once.
+    return "loop" if own and name == "threads" else name
+
+
+def _backend(e: Experiment) -> Backend:
+    if e.backend == "vmap":
+        return vectorized(e.chunk or _TOGETHER)
+    return loop if e.backend == "loop" else threads(torch.get_num_threads())
 
 
 def start(setup: Setup) -> ServerState:
@@ -278,8 +306,15 @@ def run(
     experiment = with_settings(experiment or Experiment(), settings)
     data = data_of(experiment, source, listener.note)
     setup = prepare(experiment, data, module)
-    with tuned(setup.weights, setup.experiment.device):
+    with using(setup):
         return _run(setup, Path(out) if out is not None else None, listener, resume=resume)
+
+
+def using(setup: Setup) -> AbstractContextManager[None]:
+    """Return the use of the machine that suits a setup, for a `with` around its rounds."""
+    e = setup.experiment
+    clients = e.chunk or int(e.cohort) if e.backend == "vmap" else 1
+    return tuned(setup.weights * clients, e.device, e.backend, e.precision)
 
 
 def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) -> dict[str, Any]:
@@ -405,7 +440,8 @@ def _train(
         "seconds": round(before + time.monotonic() - began, 3),
         **final.summary,
         "bytes": bytes_total,
-        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend, **provenance(e.device),
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend,
+        "precision": e.precision, **provenance(e.device),
     }  # fmt: skip
     if store is not None:
         more = details(setup.algorithm, state, setup.pool.federation, final.clients, released=setup.released)

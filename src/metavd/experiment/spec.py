@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..core import rng
+from ..core import fused, rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
-RUNTIME = frozenset({"root", "device", "backend", "chunk", "eval_every", "checkpoint_every"})
+RUNTIME = frozenset({"root", "device", "precision", "backend", "chunk", "eval_every", "checkpoint_every"})
 """Fields that decide how a run is carried out, not what it computes."""
 
 
@@ -57,6 +57,7 @@ class Experiment:
     backend: str = "auto"
     chunk: int = 0
     device: str = "auto"
+    precision: str = "auto"
     dtype: str = "float32"
     content: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -87,9 +88,10 @@ HELP = {
     "width": "width of the network; 0: the model's own default, the same for every method",
     "eval_every": "rounds between evaluations; 0: a tenth of all, at least 5",
     "checkpoint_every": "rounds between checkpoints; 0: a tenth of all, at most 50",
-    "backend": "loop, vmap or auto: loop on a CPU, vmap on a GPU",
-    "chunk": "clients at once under vmap; 0: the whole cohort",
+    "backend": "loop, threads (a client a core), vmap or auto: vmap on a GPU and for small networks, else threads",
+    "chunk": "clients at once under vmap; 0: as many as the memory holds",
     "device": "auto, cpu or cuda",
+    "precision": "of products on a GPU: exact (float32, same bits every time), tf32, bf16, or auto: bf16",
     "dtype": "float32 or float64",
     "content": "fingerprint of the data and of your own network; set by run",
 }
@@ -97,7 +99,8 @@ _CHOICES = {
     "test_rows": partition.TEST_ROWS,
     "domains": DOMAINS,
     "model": MODELS,
-    "backend": ("auto", "loop", "vmap"),
+    "backend": ("auto", "loop", "threads", "vmap"),
+    "precision": ("auto", *fused.PRECISIONS),
     "dtype": ("float32", "float64"),
 }
 _RANGES: dict[str, tuple[float, float]] = {
@@ -191,9 +194,11 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
     values["checkpoint_every"] = values["checkpoint_every"] or max(1, min(50, values["rounds"] // 10))
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    if values["backend"] == "auto":
-        values["backend"] = "loop" if values["device"] == "cpu" else "vmap"
-    values["chunk"] = values["chunk"] or values["cohort"]
+    if values["backend"] == "auto" and values["device"] != "cpu":  # on a CPU the network decides, see `engine.choice`
+        values["backend"] = "vmap"
+    if values["precision"] == "auto":
+        short = values["device"] != "cpu" and values["dtype"] == "float32"
+        values["precision"] = fused.BF16 if short else fused.EXACT
     preset = {key: value for key, value in defaults.items() if key in known and key not in _GENERIC}
     values["options"] = methods.resolve(experiment.method, preset | dict(experiment.options))
     checked = {key: value if key == "options" else _typed(key, value) for key, value in values.items()}

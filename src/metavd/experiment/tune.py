@@ -48,6 +48,7 @@ from ..data.partition import Federation, PartitionError
 from ..engine.checkpoint import write_atomic
 from ..engine.machine import tuned
 from .run import Data, InterruptedRun, Setup, complete, data_of, deal, evaluate_valid, prepare, rounds_of, start
+from .side import jobs_for, sharing
 from .spec import RUNTIME, Experiment, SpecError, content, nearest, to_toml, with_settings
 
 if TYPE_CHECKING:
@@ -666,15 +667,16 @@ def tune(
         plan: what is searched and how it is judged, see `plan`.
         out: the study's folder; one that holds this study is continued.
         trials: how many in all, those that stopped early included, those whose process was killed not.
-        jobs: processes side by side. They start Python afresh, so that a script of yours that asks for several needs
-            the usual `if __name__ == "__main__":`.
+        jobs: processes side by side; 0: what suits the device, see `side`. They start Python afresh, so that a script
+            of yours that asks for several needs the usual `if __name__ == "__main__":`.
         source: your own data; by default the experiment's is read, once a process.
         watcher: is told how it goes on.
     """
     _optuna()
-    for name, value in (("trials", trials), ("jobs", jobs)):
-        if value < 1:
-            raise TuneError(f"{name} is {value}, but must be at least 1")
+    for name, value, least in (("trials", trials, 1), ("jobs", jobs, 0)):
+        if value < least:
+            raise TuneError(f"{name} is {value}, but must be at least {least}")
+    jobs = jobs_for(plan.experiment.device, jobs)
     watcher, folder = watcher or Unwatched(), Path(out)
     data = data_of(plan.experiment, source, watcher.note)
     rounds = _checked(plan, data).rounds
@@ -687,7 +689,8 @@ def tune(
         left = min(jobs, trials - done - running)
         try:
             if left > 1:
-                _side_by_side(session, source, left)
+                with sharing(left):
+                    _side_by_side(session, source, left)
             else:
                 _work(session)
         except KeyboardInterrupt:

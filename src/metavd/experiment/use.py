@@ -39,7 +39,7 @@ from ..data.cohort import PERSONAL, TEST, Pool, batches
 from ..data.cohort import pool as pool_of
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
-from ..data.source import Domain, Source, SourceError, transform
+from ..data.source import Source, SourceError, transform
 from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomic
 from ..engine.machine import tuned
 from ..evaluate.personal import ROWS, personal

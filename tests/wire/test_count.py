@@ -70,9 +70,9 @@ def test_sparsity():
 
 
 def test_the_released_rules_send_dense_tensors():
-    """An entry "keep" is the server's note, not a saving: weights are sent as zeros, and nothing else is counted."""
-    tree = params(None) | {"fc.keep": first(32).float()}
-    assert wire.traffic(tree) == wire.traffic(params(None))
+    """An entry "keep" saves nothing: weights are sent as zeros; the client needs it, so it travels down as bits."""
+    tree, plain = params(None) | {"fc.keep": first(32).float()}, wire.traffic(params(None))
+    assert wire.traffic(tree) == plain._replace(down=plain.down + 16)
     assert wire.sparsity(tree) == {"layer": 0.0, "model": 0.0}
 
 

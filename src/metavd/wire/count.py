@@ -1,18 +1,17 @@
 """How many bytes a client's parameters take on the wire.
 
 A masked layer's weights and spreads travel without their masked entries. The mask itself travels down, as bits or as
-the positions of the fewer kind, whichever is smaller; up it need not, since the server made it. Container headers
-(below 1 kB a message) are not counted.
+the positions of the fewer kind, whichever is smaller; up it need not, since the server made it. These are the bytes
+of `codec.encode` without its header and checksum, about 60 bytes an entry, which no mask changes.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .tree import Params
-
-_POSITION = 4
-"""Bytes of a position in an index list."""
+from ..tree import Params
+from . import masks
+from .codec import stored_bytes
 
 
 class Traffic(NamedTuple):
@@ -24,29 +23,26 @@ class Traffic(NamedTuple):
     """One direction without masks."""
 
 
-def traffic(params: Params) -> Traffic:
+def traffic(params: Params, *, half: bool = False) -> Traffic:
     """Count the bytes of a client's exchange, given what it received or sent back (the shapes are the same).
 
     >>> import torch
     >>> traffic({"fc.weight": torch.ones(8, 4), "fc.mask": torch.tensor([[1.0, 0, 0, 0]] * 8)})
     Traffic(down=36, up=32, dense=128)
     """
-    dense = up = masks = 0
+    dense = up = down = 0
     for name, value in params.items():
-        layer, _, part = name.rpartition(".")
-        if part == "mask":
-            kept, count = int(value.sum()), value.numel()
-            if kept < count:
-                masks += min((count + 7) // 8, _POSITION * kept, _POSITION * (count - kept))
+        if masks.is_mask(name):
+            down += masks.smallest(int(value.count_nonzero()), value.numel())[1]
             continue
-        if part == "keep":
-            continue
-        size = value.numel() * value.element_size()
-        dense += size
-        mask = params.get(f"{layer}.mask") if part != "bias" else None
-        # A mask per input unit stands for that unit's whole column of weights.
-        up += size if mask is None else round(size * float(mask.mean(dtype=value.dtype)))
-    return Traffic(up + masks, up, dense)
+        count, size = value.numel(), stored_bytes(value.dtype, half=half)
+        dense += count * size
+        mask = masks.mask_of(name, value.shape, params)
+        if mask is not None and count:
+            # A mask per input unit stands for that unit's whole column of weights.
+            count = count // mask.numel() * int(mask.count_nonzero())
+        up += count * size
+    return Traffic(up + down, up, dense)
 
 
 def sparsity(params: Params) -> dict[str, float]:

@@ -1,0 +1,233 @@
+"""A federation in this process, struck by one fault, beside the simulator without it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from metavd.core import rng
+from metavd.engine.backend import loop
+from metavd.engine.checkpoint import state_hash
+from metavd.engine.simulate import train_round
+from metavd.experiment.run import prepare
+from metavd.experiment.spec import Experiment, with_settings
+from metavd.experiment.store import Store
+from metavd.flower import server
+from metavd.flower.config import FederationError, plan
+
+from .answers import BIG
+from .stage import CLIENTS, GRID, METHODS, OWN, ROUNDS, Fault, Killed, Stage
+
+BOUND = 60.0
+"""Seconds that a start of a run may take; its own waits are far shorter."""
+STARTS = 4
+"""Starts that a run may need; every fault here comes once."""
+SHORT = {"round-timeout": 1.0, "join-timeout": 4.0}
+PATIENT = {"round-timeout": 30.0, "join-timeout": 30.0}
+
+
+class Hang(BaseException):
+    """A run did not end by itself."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A fault, and where it strikes."""
+
+    fault: Fault
+    method: str
+    round: int
+    client: int
+    seed: int
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the run."""
+        return int(dict(self.fault.config).get("rounds", ROUNDS))
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Return the run config."""
+        own = {key: value for key, value in self.fault.config if key != "tmpfs"}
+        return {
+            "method": self.method, "set": METHODS[self.method], "rounds": ROUNDS, "seed": self.seed, "data": "digits",
+            "clients": CLIENTS, "out": str(folder), "poll": 0.01, "max-bytes": BIG,
+            **(SHORT if self.fault.quick else PATIENT), **own,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of it."""
+
+    trial: Trial
+    struck: bool
+    hang: bool
+    wrong_model: bool
+    lost_rounds: int
+    complaints: tuple[str, ...]
+    starts: int
+    seconds: float
+
+
+def good(outcome: Outcome) -> bool:
+    """Return whether a fault struck and nothing came of it."""
+    return outcome.struck and not (outcome.hang or outcome.wrong_model or outcome.lost_rounds or outcome.complaints)
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise Hang in what takes longer."""
+
+    def ring(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@functools.lru_cache(maxsize=16)
+def prepared(method: str, seed: int, rounds: int, clients: int) -> Any:
+    """Return the simulator's own setup of the same run."""
+    words = dict(word.split("=") for word in METHODS[method].split())
+    settings = {"method": method, "seed": seed, "rounds": rounds, "data": "digits", "clients": clients,
+                "cohort": clients, "unseen": 0, "device": "cpu", "backend": "loop", **words}  # fmt: skip
+    return prepare(with_settings(Experiment(), settings))
+
+
+@functools.lru_cache(maxsize=256)
+def wanted(method: str, seed: int, cohorts: tuple[tuple[int, ...], ...], clients: int = CLIENTS) -> str:
+    """Return the hash of the simulator's state after rounds of these cohorts."""
+    setup = prepared(method, seed, len(cohorts), clients)
+    with torch.no_grad():
+        state = setup.algorithm.server.init(rng.key(seed))
+        for cohort in cohorts:
+            state, _ = train_round(setup.algorithm, setup.pool, state, torch.tensor(cohort), loop)
+    return state_hash(state)
+
+
+def cohorts(trial: Trial) -> tuple[tuple[int, ...], ...]:
+    """Return whose answers count, round by round, when the failed client's do not."""
+    absent = trial.fault.absent(trial.round, trial.rounds)
+    everybody = range(CLIENTS)
+    return tuple(
+        tuple(client for client in everybody if not (client == trial.client and round in absent))
+        for round in range(1, trial.rounds + 1)
+    )
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Callable[[int], None]]:
+    """Mount a small file system at a folder; give a function that fills it, and empties it with -1."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    filler = folder / "ballast"
+
+    def fill(free: int) -> None:
+        if free < 0:
+            filler.unlink(missing_ok=True)
+            return
+        room = os.statvfs(folder)
+        filler.write_bytes(bytes(max(room.f_bavail * room.f_frsize - free, 0)))
+
+    try:
+        yield fill
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def rehearse(trial: Trial) -> Outcome:
+    """Run a federation in this process and let the fault strike it."""
+    stage = Stage(GRID.shares(CLIENTS), trial.fault, trial.round, trial.client)
+    complaints: list[str] = []
+    hang, lost, starts, began = False, 0, 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="metavd-fault-") as scratch, contextlib.ExitStack() as stack:
+        folder = Path(scratch) / "run"
+        if dict(trial.fault.config).get("tmpfs"):
+            folder.mkdir()
+            stage.fill = stack.enter_context(small_disk(folder))
+            folder = folder / "out"
+        config, reached, said = plan(trial.config(folder)), 0, ""
+        while True:
+            starts += 1
+            try:
+                with alarm(BOUND):
+                    server.run(stage, config)
+                break
+            except Hang:
+                hang = True
+                break
+            except (Killed, OSError, FederationError) as error:
+                said = f"{type(error).__name__}: {error}"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                complaints.append(f"the server broke: {said:.200}")
+            finally:
+                first = min((round for round, _ in stage.trained), default=reached)
+                lost += max(0, reached - first)
+                reached = max([reached, *(round for round, _ in stage.trained)])
+                stage.again()
+                stage.fill(-1)
+            if starts == STARTS:
+                complaints.append(f"the run did not end in {STARTS} starts: {said}")
+                break
+        store = Store(folder)
+        lines = store.read_rounds()
+        finished = not hang and store.is_finished()
+        found = store.read_result()["model_sha256"] if finished else "no result"
+        wrong = found != wanted(trial.method, trial.seed, cohorts(trial))
+        complaints += _recorded(trial, lines) if finished else []
+    return Outcome(trial, bool(stage.struck), hang, wrong, lost, tuple(complaints), starts, time.monotonic() - began)
+
+
+def _recorded(trial: Trial, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Say what is wrong with the records of the rounds."""
+    if [line["round"] for line in lines] != list(range(1, trial.rounds + 1)):
+        yield f"rounds on record: {[line['round'] for line in lines]}"
+        return
+    if [tuple(line["cohort"]) for line in lines] != list(cohorts(trial)):
+        yield f"cohorts on record: {[line['cohort'] for line in lines]}"
+    line = lines[trial.round - 1]
+    if trial.fault.named and str(trial.client) not in line["rejected"] | line["why_lost"]:
+        yield f"round {trial.round} does not name client {trial.client}"
+
+
+def trials(repeats: int, seed: int, faults: Sequence[Fault]) -> Iterator[Trial]:
+    """Spread every fault over methods, rounds and clients."""
+    draw = random.Random(seed)
+    names = list(METHODS)
+    for repeat in range(repeats):
+        for fault in faults:
+            method = fault.method or names[draw.randrange(len(names))]
+            # The server's misfortunes take their time, so they begin early; masks drop nothing in the first round.
+            last = ROUNDS - 1 if fault.kind in OWN else ROUNDS
+            first = 2 if fault.kind == "bad mask" else 1
+            at = 1 if fault.lasting else draw.randint(first, last)
+            client = draw.randrange(CLIENTS) if fault.client is None else fault.client
+            yield Trial(fault, method, at, client, seed + repeat)
+
+
+def can_mount() -> bool:
+    """Return whether this user may mount a file system."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with small_disk(Path(folder)):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False

@@ -1,0 +1,94 @@
+"""Measure what a federation costs beside the simulator, and where the time of a round goes.
+
+    python scripts/federation_overhead.py --rounds 8
+
+Three clients with shares of the digits: the simulator, a deployed federation with metavd's own nodes, and the same
+with Flower's own (`flower-supernode`). Everything that is started is stopped again. Medians of the rounds after the
+first, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from metavd.experiment.run import Silent, run
+from metavd.flower.local import federation
+
+NODES, PATIENCE = 3, 1800
+TEXT = "unseen=0"
+
+
+class Clock(Silent):
+    """Notes when rounds end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def round(self, record: Any) -> None:  # noqa: ARG002
+        """Note the time."""
+        self.ends.append(time.monotonic())
+
+
+def simulated(method: str, rounds: int) -> float:
+    """Return the simulator's seconds a round."""
+    clock = Clock()
+    run(method=method, clients=NODES, unseen=0, cohort=NODES, rounds=rounds, backend="loop", listener=clock)
+    return median(b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False))
+
+
+def deployed(method: str, rounds: int, *, warm: bool) -> dict[str, float]:
+    """Return a deployment's seconds a round, in parts, and the time from the command to the end of the first round."""
+    with federation(Path(tempfile.mkdtemp(prefix="metavd-overhead-")), warm=warm) as local:
+        local.link()
+        names = [f"client-{i}" for i in range(NODES)]
+        local.register(names)
+        for i, name in enumerate(names):
+            local.node(name, {"partition-id": i, "name": name})
+        time.sleep(20)  # nodes have started, and their starting is not counted
+        out = local.folder / "out"
+        config = {"method": method, "set": TEXT, "rounds": rounds, "clients": NODES, "data": "digits", "out": str(out)}
+        began = time.monotonic()
+        process = local.run("run", config)
+        while not (out / "rounds.jsonl").exists() or not (out / "rounds.jsonl").read_text():
+            if process.poll() is not None:
+                sys.exit(local.log("run")[-3000:])
+            time.sleep(0.05)
+        first = time.monotonic() - began
+        process.wait(PATIENCE)
+        lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()][1:]
+    parts = {
+        "round": [each["seconds"] for each in lines],
+        "training": [each["seconds_training"] for each in lines],
+        "transport": [each["seconds_waiting"] - each["seconds_training"] for each in lines],
+        "server": [each["seconds"] - each["seconds_waiting"] for each in lines],
+    }
+    return {"first": first} | {name: median(values) for name, values in parts.items()}
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--method", default="reptile+metavd")
+    given = parser.parse_args()
+    print(f"{given.method}, {NODES} clients, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start")
+    print("| | a round | training | transport and processes | server | first round after |")
+    print("|---|---:|---:|---:|---:|---:|")
+    print(f"| simulator | {simulated(given.method, given.rounds):.2f} | | | | |", flush=True)
+    for name, warm in (("deployed, metavd's nodes", True), ("deployed, Flower's own nodes", False)):
+        found = deployed(given.method, given.rounds, warm=warm)
+        cells = [f"{found[key]:.2f}" for key in ("round", "training", "transport", "server", "first")]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    print(f"load {os.getloadavg()[0]:.1f} at the end")
+
+
+if __name__ == "__main__":
+    main()

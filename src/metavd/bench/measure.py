@@ -1,0 +1,314 @@
+"""Measure every variant in a process of its own, repetitions in turn, so that ratios come from one run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..experiment.provenance import provenance
+from ..experiment.spec import Experiment, with_settings
+from .ours import dealt
+from .workload import CURVES, WORKLOADS, Order, Workload, curve, training_flops
+
+OURS = "metavd"
+KEPT = {
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+"""glibc's settings by which freed memory stays in the process; our engine sets its own."""
+_PAUSE = 0.3
+"""Seconds between two looks at a process's memory."""
+_LIMIT = 540.0
+"""Seconds after which a process has failed."""
+
+
+class BenchError(ValueError):
+    """Why nothing can be measured as asked, in one sentence that says what would be right."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute the rounds of a workload."""
+
+    name: str
+    module: str
+    """Of this package, run as a program."""
+    python: str = sys.executable
+    tuned: bool = False
+    processes: int = 1
+    threads: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process finds in its environment."""
+        return os.environ | (KEPT if self.tuned else {})
+
+
+def variants(
+    device: str, settings: Mapping[str, Any], flower: str | None = None, pfl: str | None = None
+) -> list[Variant]:
+    """Return what is measured on a device: our engine first, then loops, then frameworks that are installed.
+
+    `flower` and `pfl` are interpreters that have them; by default this one is asked.
+    """
+    cores = torch.get_num_threads()
+    found = [Variant(OURS, "ours", settings=tuple(settings.items())), Variant("loop", "plain")]
+    if device == "cpu":
+        found.append(Variant(f"loop tuned, 1 x {cores}", "plain", tuned=True, threads=cores))
+        if cores > 1:
+            found.append(Variant(f"loop tuned, {cores} x 1", "plain", tuned=True, processes=cores, threads=1))
+    else:
+        found.append(Variant("loop tuned", "plain", tuned=True))
+    for name, module, python, needs in (
+        ("Flower simulation", "with_flower", flower, ("flwr", "ray")),
+        ("pfl", "with_pfl", pfl, ("pfl",)),
+    ):
+        where = _has(python, needs, name)
+        if where is not None:
+            found += [Variant(name, module, where), Variant(f"{name} tuned", module, where, tuned=True)]
+    return found
+
+
+def _has(python: str | None, needs: Sequence[str], name: str) -> str | None:
+    """Return the interpreter that has a framework, or None where nobody named one and this one has not."""
+    if python is None:
+        return sys.executable if all(map(importlib.util.find_spec, needs)) else None
+    test = f"import importlib.util as i, sys; sys.exit(not all(map(i.find_spec, {(*needs, 'torch')!r})))"
+    try:
+        answer = subprocess.run([python, "-c", test], check=False, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"{python} is no Python interpreter that could be started ({error})") from None
+    if answer.returncode:
+        raise BenchError(f"{python} cannot import {', '.join(needs)} and torch, which {name} needs")
+    return python
+
+
+def call(variant: Variant, order: Order) -> dict[str, Any]:
+    """Let a process of its own carry out an order; return its times, or the error that ended it."""
+    order = replace(
+        order, tuned=variant.tuned, processes=variant.processes, threads=variant.threads, settings=variant.settings,
+        warm_up=order.first if variant.name == OURS else order.warm_up,
+    )  # fmt: skip
+    began = time.perf_counter()
+    with (
+        _alone() as folder,
+        subprocess.Popen(
+            [variant.python, "-m", f"metavd.bench.{variant.module}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=variant.environment | {"PYTHONPATH": folder},
+        ) as process,
+    ):  # fmt: skip
+        said, failed, most = _listen(process, order.to_json())
+    lines = [line for line in said.splitlines() if line.startswith("{")]  # frameworks write there too
+    if process.returncode or not lines:
+        reason = failed.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+        return {"error": reason[0]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    found["start_s"] = time.perf_counter() - began - sum(found["seconds"])
+    found["memory_mb"] = max(most, found["memory_mb"])
+    return found
+
+
+@contextmanager
+def _alone() -> Iterator[str]:
+    """Return a folder to import this package from and nothing else: another environment keeps its own libraries."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(__file__).resolve().parents[1]
+        (Path(folder) / package.name).symlink_to(package)
+        yield os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _listen(process: subprocess.Popen[str], told: str | None) -> tuple[str, str, float]:
+    """Wait for a process; return what it wrote and the most memory that it and its descendants had."""
+    most, until = 0.0, time.monotonic() + _LIMIT
+    while time.monotonic() < until:
+        try:
+            said, failed = process.communicate(told, timeout=_PAUSE)
+            return said, failed, most
+        except subprocess.TimeoutExpired:
+            most, told = max(most, sum(map(_resident, _family(process.pid)))), None  # it has been told
+        except BaseException:
+            process.kill()
+            raise
+    process.kill()
+    process.communicate()
+    return "", f"stopped after {_LIMIT:.0f} s", most
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all its descendants, where /proc tells."""
+    found = [pid]
+    for one in found:
+        for path in Path(f"/proc/{one}/task").glob("*/children"):
+            try:
+                found += [int(word) for word in path.read_text().split()]
+            except OSError:  # it ended meanwhile
+                continue
+    return found
+
+
+def _resident(pid: int) -> float:
+    """Return a process's memory in MB; pages that processes share count in each."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except OSError:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long is measured."""
+
+    repetitions: int
+    rounds: int
+    budget: float
+    first: int = 2
+    warm_up: int = 1
+
+
+def pace(work: Workload, *, quick: bool) -> Pace:
+    """Return how often a workload is measured: ragged rounds must be the same for all, others may be cut short."""
+    if work.partition != "iid":
+        many = 2 if work.cohort > 20 else 6
+        return Pace(1, 2 if quick else many, 1e9, first=3)
+    rounds = 50 if work.model == "mlp" else 4
+    return Pace(1, min(rounds, 10), 4.0) if quick else Pace(3, rounds, 12.0)
+
+
+def figures(order: Order, repetitions: Sequence[Mapping[str, Any]], peaks: Mapping[str, float]) -> dict[str, Any]:
+    """Sum up what repetitions took: the median round, and what follows from it."""
+    broken = next((each["error"] for each in repetitions if "error" in each), None)
+    if broken is not None:
+        return {"error": broken}
+    seconds = [second for each in repetitions for second in each["seconds"]]
+    images = [count for each in repetitions for count in order.images()[: len(each["seconds"])]]
+    flops = training_flops(order.work) * sum(images) / sum(seconds)
+    found = {
+        "round_s": statistics.median(seconds),
+        "rounds": len(seconds),
+        "fastest_s": min(seconds),
+        "slowest_s": max(seconds),
+        "start_s": min(each["start_s"] for each in repetitions),
+        "images_s": sum(images) / sum(seconds),
+        "tflops": flops / 1e12,
+        "memory_mb": max(each["memory_mb"] for each in repetitions),
+    }
+    last = repetitions[-1]
+    found |= {key: last[key] for key in ("cuda_mb", "backend", "precision", "loss") if key in last}
+    peak = peaks.get(found.get("precision", "float32"), peaks["float32"])
+    return found | {"share": flops / peak}
+
+
+Note = Callable[[str], None]
+
+
+def order_of(work: Workload, device: str, how: Pace) -> Order:
+    """Return the order of a workload that all variants are given."""
+    sizes, cohorts = dealt(work, how.first + how.rounds)
+    return Order(work, device, sizes, cohorts, how.first, how.warm_up, how.rounds, how.budget)
+
+
+def compared(
+    work: Workload, device: str, chosen: Sequence[Variant], peaks: Mapping[str, float], note: Note, *, quick: bool
+) -> dict[str, Any]:
+    """Measure all variants on a workload, in turn, and relate them to ours."""
+    how = pace(work, quick=quick)
+    order = order_of(work, device, how)
+    answers: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}
+    for repetition in range(how.repetitions):
+        for variant in chosen:
+            if any("error" in each for each in answers[variant.name]):
+                continue
+            note(f"  {work.name}, {repetition + 1} of {how.repetitions}: {variant.name}")
+            answers[variant.name].append(call(variant, order))
+    found = {name: figures(order, each, peaks) for name, each in answers.items()}
+    for name, each in found.items():
+        if "error" in each:
+            note(f"  {work.name}: {name} failed: {each['error']}")
+    return {
+        "name": work.name,
+        "workload": asdict(work),
+        "images": statistics.median(order.images()),
+        "flops_image": training_flops(work),
+        "variants": [{"name": name, **each} for name, each in with_ratios(found).items()],
+    }
+
+
+def with_ratios(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add how often our round fits into each variant's."""
+    ours = found[OURS].get("round_s")
+    return {
+        name: {**each, "against_ours": each["round_s"] / ours} if ours and "round_s" in each else dict(each)
+        for name, each in found.items()
+    }
+
+
+def scaled(
+    name: str, device: str, ours: Variant, peaks: Mapping[str, float], note: Note, *, quick: bool
+) -> list[dict[str, Any]]:
+    """Measure the points of a scaling curve with our engine."""
+    points = []
+    for value, work in curve(name, device, quick=quick):
+        note(f"  curve {work.name}")
+        how = Pace(1, 3 if quick else 12, 4.0)
+        order = order_of(work, device, how)
+        points.append({"value": value, **figures(order, [call(ours, order)], peaks)})
+    return points
+
+
+def bench(
+    device: str,
+    *,
+    only: Sequence[str] = (),
+    quick: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    flower: str | None = None,
+    pfl: str | None = None,
+    command: str = "",
+    note: Note = lambda _: None,
+) -> dict[str, Any]:
+    """Measure workloads and curves on a device; return everything as plain values."""
+    works = {work.name: work for work in WORKLOADS[device]}
+    unknown = sorted(set(only) - {*works, *CURVES})
+    if unknown:
+        raise BenchError(f"there is no workload or curve {unknown[0]!r} on {device}; choose from "
+                         f"{', '.join([*works, *CURVES])}")  # fmt: skip
+    with_settings(Experiment(method="fedavg"), settings or {})
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchError("device is cuda, but torch finds no CUDA GPU here; use --device cpu")
+    chosen = variants(device, settings or {}, flower, pfl)
+    note("  matrix products")
+    answer = subprocess.run(
+        [sys.executable, "-m", "metavd.bench.peak", device], check=True, capture_output=True, text=True
+    )
+    peaks = json.loads(answer.stdout)
+    wanted = set(only) or {*works, *CURVES}
+    return {
+        "device": device,
+        **provenance(device),
+        "command": command,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "quick": quick,
+        "threads": torch.get_num_threads(),
+        "peaks": peaks,
+        "workloads": [
+            compared(work, device, chosen, peaks, note, quick=quick) for name, work in works.items() if name in wanted
+        ],
+        "curves": {
+            name: scaled(name, device, chosen[0], peaks, note, quick=quick) for name in CURVES if name in wanted
+        },
+    }

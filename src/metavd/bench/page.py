@@ -1,0 +1,209 @@
+"""The page of a benchmark: a part for each device, tables and curves, all from the stored figures."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ..engine.checkpoint import write_atomic
+from ..report.pictures import looking_alike
+from .measure import BenchError
+from .workload import CURVES
+
+DEVICES = ("cpu", "cuda")
+_TITLES = {"cpu": "On a CPU", "cuda": "On a GPU"}
+_ABOUT = {
+    "cifar": "100 clients with 320 random 3x32x32 images each, 10 a round, 5 steps of 64, 64 filters",
+    "tiny": "200 clients with 20 random 8x8 images each, 100 a round, 2 steps of 10, a network of 64-64-32-10 units",
+    "paper": "50,000 random 3x32x32 images dealt by dirichlet:0.5 to 100 clients, 10 a round, 5 epochs, batch 64, "
+    "64 filters, augmentation",
+    "paper100": "the same with all 100 clients in every round",
+}
+_AXES = {"cohort": "clients a round", "clients": "clients", "width": "filters a layer"}
+_HEADING = """# Speed
+
+Written by `metavd bench`; every figure is of FedAvg on random images, and every variant computes the same rounds: the
+same network, data, cohorts, batch size, clipping. Each variant ran in a process of its own after a warm-up, in turn
+with the others, and the median round counts. *metavd* is this package with its default settings, everything that
+belongs to a round included (drawing batches, aggregation, checks, records). *loop* is the loop that people write
+(`src/metavd/bench/plain.py`): a module, an optimiser, one client after another, `.item()` at every step. *tuned* means
+channels_last, a glibc that keeps freed memory and no `.item()`; *P x T* means P processes of T threads. Frameworks are
+measured as installed, and tuned likewise. *of ours* is the time of a round over ours. The peak is the fastest square
+matrix product measured in the same run, in the precision that was used.
+"""
+
+
+def shown_seconds(value: float) -> str:
+    """Write a time with three digits.
+
+    >>> shown_seconds(0.00982), shown_seconds(1.617), shown_seconds(123.4)
+    ('0.00982', '1.62', '123')
+    """
+    return f"{value:#.3g}".rstrip(".")
+
+
+def table(workload: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of a workload's table, the headings first."""
+    cuda = any("cuda_mb" in each for each in workload["variants"])
+    heading = ["variant", "s a round", "of ours", "images/s", "TFLOP/s", "of the peak", "memory MB"]
+    rows = [[*heading, "GPU MB"] if cuda else heading]
+    for each in workload["variants"]:
+        name = each["name"] + (f" ({each['backend']}, {each['precision']})" if "backend" in each else "")
+        if "error" in each:
+            rows.append([name, "failed", *[""] * (len(rows[0]) - 2)])
+            continue
+        row = [
+            name,
+            shown_seconds(each["round_s"]),
+            f"{each['against_ours']:.2f}" if "against_ours" in each else "",
+            f"{each['images_s']:,.0f}",
+            shown_seconds(each["tflops"]),
+            f"{each['share']:.1%}",
+            f"{each['memory_mb']:,.0f}",
+        ]
+        rows.append([*row, f"{each['cuda_mb']:,.0f}" if "cuda_mb" in each else ""] if cuda else row)
+    return rows
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    heading, *rest = rows
+    line = "|---|" + "---:|" * (len(heading) - 1)
+    return "\n".join([f"| {' | '.join(heading)} |", line, *(f"| {' | '.join(row)} |" for row in rest)])
+
+
+def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    rows = [[_AXES[name], "s a round", "images/s", "TFLOP/s", "memory MB"]]
+    for each in points:
+        if "error" in each:
+            rows.append([f"{each['value']:,}", "failed", "", "", ""])
+            continue
+        memory = each.get("cuda_mb", each["memory_mb"])
+        rows.append([f"{each['value']:,}", shown_seconds(each["round_s"]), f"{each['images_s']:,.0f}",
+                     shown_seconds(each["tflops"]), f"{memory:,.0f}"])  # fmt: skip
+    return rows
+
+
+_CURVE_TEXT = {
+    "cpu": {
+        "cohort": "1,000 clients with 20 images of 8x8 each, 64-64-32-10 units, 2 steps of 10.",
+        "clients": "A million images of 8x8 in memory whoever holds them, 10 clients a round, 1 step of 10.",
+        "width": "Three convolutions of so many filters, 2 clients a round, 5 steps of 64 images of 3x32x32.",
+    },
+    "cuda": {
+        "cohort": "1,000 clients with 64 images of 3x32x32 each, 64 filters, 1 step of 64.",
+        "clients": "A million images of 8x8 on the device whoever holds them, 10 clients a round, 1 step of 10.",
+        "width": "Three convolutions of so many filters, 10 clients a round, 5 steps of 64 images of 3x32x32.",
+    },
+}
+
+
+def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Draw seconds and memory over what was varied, both logarithmic."""
+    present = [name for name in CURVES if curves.get(name)]
+    figure = Figure(figsize=(3.6 * len(present), 4.4), layout="constrained")
+    panels = figure.subplots(2, len(present), squeeze=False, sharex="col")
+    for column, name in enumerate(present):
+        points = [each for each in curves[name] if "error" not in each]
+        values = [each["value"] for each in points]
+        for axes, figures, label in (
+            (panels[0][column], [each["round_s"] for each in points], "s a round"),
+            (panels[1][column], [each.get("cuda_mb", each["memory_mb"]) for each in points], "memory MB"),
+        ):
+            axes.plot(values, figures, marker="o", color="#2a6f97")
+            axes.set(xscale="log", yscale="log", ylabel=label)
+            axes.set_ylim(min(figures) / 2, max(figures) * 2)
+        panels[0][column].set_title(_AXES[name])
+        panels[1][column].set_xlabel(_AXES[name])
+    return figure
+
+
+def _part(found: Mapping[str, Any], figure: str | None) -> str:
+    device = found["device"]
+    peaks = ", ".join(f"{name} {value / 1e12:.3g}" for name, value in found["peaks"].items())
+    lines = [
+        f"## {_TITLES[device]}",
+        "",
+        f"    {found['command']}",
+        "",
+        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}, Python {found['python']}, metavd "
+        f"{found['version']} at commit {found['commit'] or 'unknown'}, {found['date']}. "
+        f"Matrix product, TFLOP/s: {peaks}."
+        + (" A quick run: few rounds, for direction alone." if found["quick"] else ""),
+    ]
+    for workload in found["workloads"]:
+        about = _ABOUT[workload["name"]]
+        lines += [
+            "",
+            f"### {workload['name']}",
+            "",
+            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.",
+            "",
+        ]
+        lines += [_markdown(table(workload))]
+        lines += [f"\n{each['name']} failed: {each['error']}" for each in workload["variants"] if "error" in each]
+    for name, points in found["curves"].items():
+        lines += ["", f"### {_AXES[name]}", "", _CURVE_TEXT[device][name], "", _markdown(_curve_rows(name, points))]
+    if figure is not None:
+        lines += ["", f"![Seconds a round and memory over what is varied, logarithmic.]({figure})"]
+    return "\n".join(lines) + "\n"
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the stored figures of each device that has some."""
+    found = []
+    for device in DEVICES:
+        path = folder / f"bench-{device}.json"
+        if not path.exists():
+            continue
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{path} holds no figures of a benchmark: {error}") from None
+    if not found:
+        raise BenchError(f"there are no figures in {folder}; metavd bench --page FILE measures them")
+    return found
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep of earlier figures what was not measured anew, if they are of the same code on the same machine.
+
+    So a device that is lent for minutes can be measured piece by piece; ratios are of one run all the same.
+    """
+    if any(old.get(key) != new[key] for key in ("device", "machine", "commit", "torch", "quick")):
+        return dict(new)
+    fresh = {each["name"] for each in new["workloads"]}
+    kept = [each for each in old["workloads"] if each["name"] not in fresh]
+    return {**new, "workloads": [*kept, *new["workloads"]], "curves": {**old["curves"], **new["curves"]}}
+
+
+def store_figures(path: Path, found: Mapping[str, Any]) -> None:
+    """Write a run's figures, beside those that are there already."""
+    try:
+        old = json.loads(path.read_text())
+    except (OSError, ValueError):
+        old = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, (json.dumps(merged(old, found), indent=1) + "\n").encode())
+
+
+def write_page(page: Path, folder: Path) -> None:
+    """Write the page and its figures from what is stored in a folder, every device's part."""
+    parts = []
+    for found in read(folder):
+        figure = None
+        if any(found["curves"].values()):
+            place = page.parent / f"{page.stem}_files" / f"curves-{found['device']}.svg"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            figure = f"{place.parent.name}/{place.name}"
+            with looking_alike():
+                memory = io.BytesIO()
+                draw(found["curves"]).savefig(memory, format="svg", metadata={"Date": None})
+            write_atomic(place, memory.getvalue())
+        parts.append(_part(found, figure))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, "\n".join([_HEADING, *parts]).encode())

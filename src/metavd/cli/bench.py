@@ -1,0 +1,79 @@
+"""metavd bench."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+import torch
+from rich.table import Table
+
+from .terminal import Reporter, console, settings_of
+
+_STORE = "results"
+
+
+@click.command("bench")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--only", metavar="A,B",
+              help="Only these: cifar, tiny, cohort, clients, width; on cuda also paper, paper100.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
+@click.option("--json", "place", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Where the figures go. [default: with --page, results/bench-DEVICE.json]")  # fmt: skip
+@click.option("--page", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Also write the page, such as docs/performance.md, from the figures of all devices.")  # fmt: skip
+@click.option("--render", is_flag=True, help="Measure nothing; write the page from the figures that are stored.")
+@click.option("--flower-python", metavar="PATH", help="An interpreter that has flwr[simulation] and torch.")
+@click.option("--pfl-python", metavar="PATH", help="An interpreter that has pfl and torch.")
+def bench_command(
+    *, device: str, only: str | None, quick: bool, pairs: tuple[str, ...], place: str | None, page: str | None,
+    render: bool, flower_python: str | None, pfl_python: str | None,
+) -> None:  # fmt: skip
+    """Measure the engine beside the loops that people write, Flower and pfl.
+
+    Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
+    clients and the network. Close everything else first: the machine is used whole.
+    """
+    from ..bench.measure import BenchError, bench  # noqa: PLC0415 (torch's counters and matplotlib take a second)
+    from ..bench.page import store_figures, table, write_page  # noqa: PLC0415
+
+    used = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    store = Path(place) if place else (Path(_STORE) / f"bench-{used}.json" if page or render else None)
+    if render:
+        if page is None:
+            raise BenchError("--render writes a page, but --page names none; for example --page docs/performance.md")
+        write_page(Path(page), store.parent if store else Path(_STORE))
+        click.echo(f"Written: {page}")
+        return
+    reporter = Reporter()
+    found = bench(
+        used,
+        only=[word.strip() for word in only.split(",")] if only else (),
+        quick=quick,
+        settings=settings_of(None, list(pairs), {}),
+        flower=flower_python,
+        pfl=pfl_python,
+        command=f"metavd {shlex.join(sys.argv[1:])}",
+        note=reporter.note,
+    )
+    for workload in found["workloads"]:
+        heading, *rows = table(workload)
+        shown = Table(title=workload["name"], title_justify="left")
+        for i, name in enumerate(heading):
+            shown.add_column(name, justify="right" if i else "left")
+        for row in rows:
+            shown.add_row(*row)
+        console().print(shown)
+    for name, points in found["curves"].items():
+        for point in points:
+            line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]
+            click.echo(f"{name} {point['value']:>7,}: {line}")
+    if store is not None:
+        store_figures(store, found)
+        click.echo(f"Figures: {store}")
+    if page is not None and store is not None:
+        write_page(Path(page), store.parent)
+        click.echo(f"Written: {page}")

@@ -1,0 +1,508 @@
+"""Operators that a GPU computes in one kernel where PyTorch would launch many; `kernels` holds the kernels.
+
+Each is a function of one client, as everything in `core`, with its derivatives to any order and its rule for vmap,
+which hands all clients to one launch. `block` is a 3x3 convolution (stride 1, zeros around) with bias, ReLU and 2x2
+max-pooling; `pool` is its last part, bias, ReLU and pooling. Once it is known which pixel of each window was taken,
+S, everything is linear in images and in weights, and so are the derivatives:
+
+    pick(x) = S x                      unpick(g) = S' g
+    conv(x, w) = x * w                 back(g, w) = gradient by x          slope(x, g) = gradient by w
+    take(x, w, b) = S (x * w + b)      weigh(x, g) = gradients by w and b, for few input channels
+
+The derivatives of each of these are again among them, which gives all orders.
+
+Shape letters: C clients, B images, I and O channels, H x W pixels; images are (B, I, H, W), and lie in memory as
+(B, H, W, C, I), see `kernels`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import conv2d
+
+from ..tree import Params
+
+EXACT, TF32, BF16 = "exact", "tf32", "bf16"
+PRECISIONS = (EXACT, TF32, BF16)
+"""How products are computed: in float32, in float32 with 10 bits of mantissa, in bfloat16; sums always in float32."""
+_NOWHERE = 4
+"""The place where the ReLU let nothing through."""
+_INPUTS = {EXACT: "ieee", TF32: "tf32", BF16: "ieee"}
+
+
+@cache
+def ready() -> bool:
+    """Whether kernels of our own can run here: a GPU, Triton, and the C compiler that it needs."""
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    try:
+        _kernels().normal(torch.zeros(1, dtype=torch.int64, device="cuda"), 1)
+    except Exception:  # whatever keeps Triton from compiling: PyTorch's own operators are always there
+        return False
+    return True
+
+
+def poolable(x: Tensor) -> bool:
+    """Whether `pool` computes such images."""
+    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] % 2 == 0 and x.shape[-2] % 2 == 0 and ready()
+
+
+def blockable(x: Tensor, filters: int) -> bool:
+    """Whether `block` computes such images with so many filters."""
+    if not poolable(x):
+        return False
+    few = 9 * x.shape[-3] <= _kernels().MOST_COLUMNS
+    return filters % 16 == 0 and (few or x.shape[-3] % 8 == 0)
+
+
+def pool(x: Tensor, bias: Tensor) -> Tensor:
+    """Bias, ReLU and 2x2 max-pooling: (B, O, H, W), (O,) -> (B, O, H/2, W/2)."""
+    out, _ = _Pool.apply(x, bias)
+    return out
+
+
+def block(x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> Tensor:
+    """Convolution, bias, ReLU and pooling, (B, I, H, W) -> (B, O, H/2, W/2), in bfloat16 if that is the precision."""
+    given = x.to(torch.bfloat16 if precision == BF16 else torch.float32)
+    if 9 * x.shape[-3] > _kernels().MOST_COLUMNS:
+        return pool(_Conv.apply(given, weight, precision), bias)
+    out, _ = _Block.apply(given, weight, bias, precision)
+    return out
+
+
+def normals(keys: Tensor, count: int) -> Tensor:
+    """Return `count` standard normals a key, (*keys.shape, count)."""
+    return _Normals.apply(keys, count)
+
+
+def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    """Return the slope, but 0 where it leads x further out of [low, high]: x <= low and it is >= 0, or the reverse."""
+    return _Gate.apply(slope, x, low, high)
+
+
+def mix(z: Tensor) -> Tensor:
+    """Return SplitMix64's finaliser of int64 numbers, see `rng`."""
+    return _Mix.apply(z)
+
+
+def images(x: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int) -> Tensor:
+    """Return rows (..., B) of a dataset's images as a network sees them, see `cohort.Pool`; no derivative, no vmap."""
+    seen: Tensor = _kernels().images(x, rows, keys, look, pad, torch.float32)
+    return seen
+
+
+def descend(start: Params, slope: Params, lr: float, clip: float | None) -> Params:
+    """Take one clipped step, start - lr min(1, clip / |slope|) slope, over all entries of a client; no derivative."""
+    ends = _Descend.apply(lr, clip, *start.values(), *(slope[name] for name in start))
+    return dict(zip(start, ends, strict=True))
+
+
+def descendable(params: Params) -> bool:
+    """Whether `descend` can take the step."""
+    return all(value.is_cuda and value.dtype == torch.float32 for value in params.values()) and ready()
+
+
+def _kernels() -> Any:
+    from . import kernels  # noqa: PLC0415  Triton need not be installed
+
+    return kernels
+
+
+def _clients(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: int = 0) -> list[Tensor]:
+    """Bring the client axis of every argument to one place; what clients share is repeated."""
+    return [
+        value.unsqueeze(axis).expand(*value.shape[:axis], info.batch_size, *value.shape[axis:])
+        if dim is None
+        else value.movedim(dim, axis)
+        for value, dim in zip(values, in_dims, strict=False)
+    ]
+
+
+def _flat(images: Tensor) -> Tensor:
+    """Images (B, [C,] O, H, W) as they should lie in memory, which costs a copy only where they do not."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(images):
+        raise NotImplementedError("blocks are computed for one axis of clients; call them under one vmap, not two")
+    return images.movedim((-2, -1), (1, 2)).contiguous()
+
+
+def _deep(images: Tensor) -> Tensor:
+    """Undo `_flat`, without moving anything."""
+    return images.movedim((1, 2), (-2, -1))
+
+
+class _Pool(Function):
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        y, place = _kernels().pool(_flat(x), bias.contiguous())
+        return _deep(y), _deep(place)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None]:
+        if g is None:
+            return None, None
+        (place,) = ctx.saved_tensors
+        return _Unpick.apply(g, place), _Through.apply(g, place)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor) -> Any:
+        (images,) = _clients(info, in_dims, x, axis=1)
+        return _Pool.forward(images, *_clients(info, in_dims[1:], bias)), (1, 1)
+
+
+class _Through(Function):
+    """Gradient by the bias: what passed the ReLU, a channel."""
+
+    @staticmethod
+    def forward(g: Tensor, place: Tensor) -> Tensor:
+        total: Tensor = _kernels().through(_flat(g), _flat(place))
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        g, place = inputs
+        ctx.dtype = g.dtype
+        ctx.save_for_backward(place)
+
+    @staticmethod
+    def backward(ctx: Any, bias: Tensor) -> tuple[Tensor, None]:
+        (place,) = ctx.saved_tensors
+        return (bias[:, None, None] * (place < _NOWHERE)).to(ctx.dtype), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, g: Tensor, place: Tensor) -> Any:
+        return _Through.forward(*_clients(info, in_dims, g, place, axis=1)), 0
+
+
+class _Pick(Function):
+    @staticmethod
+    def forward(x: Tensor, place: Tensor) -> Tensor:
+        return _deep(_kernels().pick(_flat(x), _flat(place)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _Unpick.apply(g, *ctx.saved_tensors), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, place: Tensor) -> Any:
+        return _Pick.forward(*_clients(info, in_dims, x, place, axis=1)), 1
+
+
+class _Unpick(Function):
+    @staticmethod
+    def forward(g: Tensor, place: Tensor) -> Tensor:
+        return _deep(_kernels().unpick(_flat(g), _flat(place)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None]:
+        return _Pick.apply(x, *ctx.saved_tensors), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, g: Tensor, place: Tensor) -> Any:
+        return _Unpick.forward(*_clients(info, in_dims, g, place, axis=1)), 1
+
+
+def _cast(value: Tensor, precision: str) -> Tensor:
+    return value.to(torch.bfloat16) if precision == BF16 else value
+
+
+def _grouped(images: Tensor) -> Tensor:
+    """Images (B, C, O, H, W) as those of a grouped convolution, (B, C O, H, W)."""
+    return _flat(images).flatten(3).permute(0, 3, 1, 2)
+
+
+def _ungrouped(images: Tensor, clients: int) -> Tensor:
+    return images.unflatten(1, (clients, -1))
+
+
+def _along(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
+    """Convolution of all clients: images (B, C, I, H, W), weight (C, O, I, 3, 3) -> (B, C, O, H, W)."""
+    return _convolved(images, weight, _kernels().ALONG, precision)
+
+
+def _against(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
+    """Its transpose, (B, C, O, H, W) -> (B, C, I, H, W), as a convolution with the kernel turned round.
+
+    cuDNN takes all groups at once for a convolution; a transposed one it often cuts into a launch a group.
+    """
+    return _convolved(images, weight, _kernels().AGAINST, precision)
+
+
+def _convolved(images: Tensor, weight: Tensor, mode: int, precision: str) -> Tensor:
+    clients, rows = len(weight), _grouped(_cast(images, precision))
+    taps = _kernels().taps(weight, mode, rows.dtype)
+    return _ungrouped(conv2d(rows, taps, padding=1, groups=clients), clients)
+
+
+def _steepness(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
+    """Gradient by the weights: x (B, C, I, H, W), g (B, C, O, H, W) -> (C, O, I, 3, 3)."""
+    clients, inputs, outputs = x.shape[1], x.shape[2], g.shape[2]
+    images, slopes = (_grouped(_cast(value, precision)) for value in (x, g))
+    like = images.new_empty(1).expand(clients * outputs, inputs, 3, 3)
+    _, gw, _ = torch.ops.aten.convolution_backward(
+        slopes, images, like, None, [1, 1], [1, 1], [1, 1], False, [0, 0], clients, [False, True, False]
+    )
+    return gw.to(torch.float32, memory_format=torch.contiguous_format).unflatten(0, (clients, outputs))
+
+
+class _Conv(Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, precision: str) -> Tensor:
+        return _along(x[:, None], weight[None], precision=precision)[:, 0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        x, weight, ctx.precision = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        by_x = _Back.apply(g, weight, ctx.precision) if ctx.needs_input_grad[0] else None
+        by_weight = _Slope.apply(x, g, ctx.precision) if ctx.needs_input_grad[1] else None
+        return by_x, by_weight, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, precision: str) -> Any:
+        (images,) = _clients(info, in_dims, x, axis=1)
+        return _along(images, *_clients(info, in_dims[1:], weight), precision=precision), 1
+
+
+class _Back(Function):
+    @staticmethod
+    def forward(g: Tensor, weight: Tensor, precision: str) -> Tensor:
+        return _against(g[:, None], weight[None], precision=precision)[:, 0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        g, weight, ctx.precision = inputs
+        ctx.save_for_backward(g, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gx: Tensor) -> tuple[Tensor | None, ...]:
+        g, weight = ctx.saved_tensors
+        by_g = _Conv.apply(gx, weight, ctx.precision) if ctx.needs_input_grad[0] else None
+        by_weight = _Slope.apply(gx, g, ctx.precision) if ctx.needs_input_grad[1] else None
+        return by_g, by_weight, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, g: Tensor, weight: Tensor, precision: str) -> Any:
+        (slopes,) = _clients(info, in_dims, g, axis=1)
+        return _against(slopes, *_clients(info, in_dims[1:], weight), precision=precision), 1
+
+
+class _Slope(Function):
+    @staticmethod
+    def forward(x: Tensor, g: Tensor, precision: str) -> Tensor:
+        return _steepness(x[:, None], g[:, None], precision=precision)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        x, g, ctx.precision = inputs
+        ctx.save_for_backward(x, g)
+
+    @staticmethod
+    def backward(ctx: Any, gw: Tensor) -> tuple[Tensor | None, ...]:
+        x, g = ctx.saved_tensors
+        by_x = _Back.apply(g, gw, ctx.precision) if ctx.needs_input_grad[0] else None
+        by_g = _Conv.apply(x, gw, ctx.precision) if ctx.needs_input_grad[1] else None
+        return by_x, by_g, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, precision: str) -> Any:
+        return _steepness(*_clients(info, in_dims, x, g, axis=1), precision=precision), 0
+
+
+def _take(x: Tensor, weight: Tensor, bias: Tensor, *, place: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
+    """All clients' blocks: x (C, B, ...), weight (C, ...), bias (C, O), place (B, C, ...) -> (B, C, ...)."""
+    taps = _kernels().taps(weight, _kernels().TAPS, x.dtype)
+    given = None if place is None else _flat(place)
+    y, where = _kernels().take(x, taps, bias.contiguous(), given, _INPUTS[precision])
+    return _deep(y), _deep(where)
+
+
+def _weigh(x: Tensor, g: Tensor, place: Tensor, *, precision: str) -> tuple[Tensor, Tensor]:
+    gw, gb = _kernels().weigh(x, _flat(_cast(g, precision)), _flat(place), _INPUTS[precision])
+    return gw, gb
+
+
+class _Block(Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+        y, place = _take(x[None], weight[None], bias[None], place=None, precision=precision)
+        return y[:, 0], place[:, 0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, _, ctx.precision = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, weight, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return (None,) * 4 if g is None else (*_slopes(ctx, g), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> Any:
+        return _take(*_clients(info, in_dims, x, weight, bias), place=None, precision=precision), (1, 1)
+
+
+class _Take(Function):
+    """The block with given places."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, place: Tensor, precision: str) -> Tensor:
+        return _take(x[None], weight[None], bias[None], place=place[:, None], precision=precision)[0][:, 0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        x, weight, _, place, ctx.precision = inputs
+        ctx.save_for_backward(x, weight, place)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_slopes(ctx, g), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor, place: Tensor, precision: str) -> Any:
+        (given,) = _clients(info, in_dims[3:], place, axis=1)
+        return _take(*_clients(info, in_dims, x, w, b), place=given, precision=precision)[0], 1
+
+
+def _slopes(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients by images, weights and biases of a block, or of one with given places."""
+    x, weight, place = ctx.saved_tensors
+    gw, gb = _Weigh.apply(x, g, place, ctx.precision)
+    return _images(g, weight, place, ctx) if ctx.needs_input_grad[0] else None, gw, gb
+
+
+def _images(g: Tensor, weight: Tensor, place: Tensor, ctx: Any) -> Tensor:
+    """Return the gradient by a block's images."""
+    unpicked = _Unpick.apply(g, place)
+    return _Back.apply(unpicked, weight, ctx.precision)
+
+
+class _Weigh(Function):
+    @staticmethod
+    def forward(x: Tensor, g: Tensor, place: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+        gw, gb = _weigh(x[None], g[:, None], place[:, None], precision=precision)
+        return gw[0], gb[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        x, g, place, ctx.precision = inputs
+        ctx.save_for_backward(x, g, place)
+
+    @staticmethod
+    def backward(ctx: Any, gw: Tensor, gb: Tensor) -> tuple[Tensor | None, ...]:
+        x, g, place = ctx.saved_tensors
+        by_x = _images(g, gw, place, ctx) if ctx.needs_input_grad[0] else None
+        by_g = _Take.apply(x, gw, gb, place, ctx.precision) if ctx.needs_input_grad[1] else None
+        return by_x, by_g, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, place: Tensor, precision: str) -> Any:
+        (images,) = _clients(info, in_dims, x)
+        return _weigh(images, *_clients(info, in_dims[1:], g, place, axis=1), precision=precision), (0, 0)
+
+
+class _Descend(Function):
+    @staticmethod
+    def forward(lr: float, clip: float | None, *values: Tensor) -> tuple[Tensor, ...]:
+        half = len(values) // 2
+        rows = [value[None] for value in values]
+        return tuple(end[0] for end in _kernels().descend(rows[:half], rows[half:], lr, clip))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> None:
+        raise NotImplementedError("a step of `descend` is the last one; a step within a derivative is `local._move`'s")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, lr: float, clip: float | None, *values: Tensor) -> Any:
+        half = len(values) // 2
+        rows = _clients(info, in_dims[2:], *values)
+        return tuple(_kernels().descend(rows[:half], rows[half:], lr, clip)), (0,) * half
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+        let: Tensor = _kernels().gate(slope, x, low, high)
+        return let
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        slope, x, ctx.low, ctx.high = inputs
+        ctx.save_for_backward(slope, x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        slope, x = ctx.saved_tensors
+        return g.masked_fill(torch.where(slope < 0, x >= ctx.high, x <= ctx.low), 0.0), None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, slope: Tensor, x: Tensor, low: float, high: float) -> Any:
+        return _Gate.apply(*_clients(info, in_dims, slope, x), low, high), 0
+
+
+class _Mix(Function):
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        mixed: Tensor = _kernels().mix(z)
+        return mixed
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:  # noqa: ARG004
+        return None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, z: Tensor) -> Any:
+        # Applied, not launched: there may be a vmap around this one.
+        return _Mix.apply(*_clients(info, in_dims, z)), 0
+
+
+class _Normals(Function):
+    @staticmethod
+    def forward(keys: Tensor, count: int) -> Tensor:
+        drawn: Tensor = _kernels().normal(keys, count)
+        return drawn
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:  # noqa: ARG004
+        return None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, keys: Tensor, count: int) -> Any:
+        return _Normals.apply(*_clients(info, in_dims, keys), count), 0

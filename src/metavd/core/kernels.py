@@ -1,0 +1,465 @@
+"""Triton kernels for a GPU. `fused` makes operators of them, with derivatives and rules for vmap.
+
+Images of many clients lie in memory as (B, H, W, C, O), the channels of a pixel side by side, client after client:
+what a grouped convolution reads without a copy. Sums are taken in a fixed order, without atomics, so results are the
+same in every run, and a client's do not depend on who is computed beside it.
+
+Shape letters: C clients, B images, H x W pixels, I input and O output channels, N rows of a dataset.
+
+`place` says which of the four pixels of a 2x2 window was taken, 0 to 3 in reading order, and 4 where the ReLU let
+nothing through.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+_CHUNK = 256
+"""Windows whose share of a weight's gradient one program sums."""
+
+
+@triton.jit
+def _corner(window, H, W):
+    """Return image, row and column of the first pixel of a window."""
+    area = (H // 2) * (W // 2)
+    inside = window % area
+    return window // area, 2 * (inside // (W // 2)), 2 * (inside % (W // 2))
+
+
+@triton.jit
+def _pool(x, bias, y, place, H, W, channels, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    image, top, left = _corner(at // channels, H, W)
+    first = ((image * H + top) * W + left) * channels + at % channels
+    value = tl.load(x + first, mask=here, other=0.0).to(tl.float32)
+    which = tl.zeros((BLOCK,), tl.int32)
+    for k in tl.static_range(1, 4):
+        other = tl.load(x + first + ((k // 2) * W + k % 2) * channels, mask=here, other=0.0).to(tl.float32)
+        which = tl.where(other > value, k, which)
+        # A NaN is not hidden: it is taken, and stays.
+        value = tl.where((other > value) | (other != other), other, value)
+    value += tl.load(bias + at % channels, mask=here, other=0.0)
+    which = tl.where(value > 0, which, 4)
+    value = tl.where(value <= 0, 0.0, value)
+    tl.store(place + at, which.to(tl.int8), mask=here)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _pick(x, place, y, H, W, channels, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    image, top, left = _corner(at // channels, H, W)
+    which = tl.load(place + at, mask=here, other=4)
+    chosen = here & (which < 4)
+    first = ((image * H + top + which // 2) * W + left + which % 2) * channels + at % channels
+    value = tl.load(x + first, mask=chosen, other=0.0)
+    tl.store(y + at, value, mask=here)
+
+
+@triton.jit
+def _unpick(g, place, x, H, W, channels, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    image, top, left = _corner(at // channels, H, W)
+    first = ((image * H + top) * W + left) * channels + at % channels
+    which = tl.load(place + at, mask=here, other=4)
+    slope = tl.load(g + at, mask=here, other=0.0)
+    for k in tl.static_range(4):
+        out = tl.where(which == k, slope, 0.0)
+        tl.store(x + first + ((k // 2) * W + k % 2) * channels, out, mask=here)
+
+
+@triton.jit
+def _through(g, place, out, windows, channels, ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum one chunk of windows a channel."""
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, CHUNK, ROWS):
+        window = tl.program_id(0) * CHUNK + step + tl.arange(0, ROWS)
+        here = (window < windows)[:, None] & (cols < channels)[None, :]
+        at = window.to(tl.int64)[:, None] * channels + cols[None, :]
+        which = tl.load(place + at, mask=here, other=4)
+        slope = tl.load(g + at, mask=here, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(which < 4, slope, 0.0), 0)
+    tl.store(out + tl.program_id(0) * channels + cols, total, mask=cols < channels)
+
+
+@triton.jit
+def _taps(w, out, count, I, O, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    """Lay weights (C, O, I, 3, 3) out anew, in another type; `taps` says how."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    client = at // (9 * I * O)
+    inside = at % (9 * I * O)
+    if MODE == 0:
+        o, tap, i = inside // (9 * I), inside // I % 9, inside % I
+    elif MODE == 1:
+        i, tap, o = inside // (9 * O), 8 - inside // O % 9, inside % O
+    else:
+        tap, i, o = inside // (I * O), inside // O % I, inside % O
+    value = tl.load(w + ((client * O + o) * I + i) * 9 + tap, mask=here, other=0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _lengths(slopes, sizes, out, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the squares of a lane's blocks of all of a client's entries."""
+    lane = tl.program_id(0)
+    client = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(len(slopes)):
+        size = sizes[i]
+        for first in range(lane * BLOCK, size, LANES * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            value = tl.load(slopes[i] + client * size + at, mask=at < size, other=0.0)
+            total += value * value
+    tl.store(out + client * LANES + lane, tl.sum(total, 0))
+
+
+@triton.jit
+def _descend(starts, slopes, ends, sizes, squares, lr, limit, CLIP: tl.constexpr, LANES: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    lane = tl.program_id(0)
+    client = tl.program_id(1).to(tl.int64)
+    rate = lr
+    if CLIP:
+        norm = tl.sqrt(tl.sum(tl.load(squares + client * LANES + tl.arange(0, LANES)), 0))
+        scale = limit / (norm + 1e-6)
+        # A NaN must not pass for 1.
+        rate = tl.where(scale > 1.0, lr, lr * scale)
+    for i in tl.static_range(len(slopes)):
+        size = sizes[i]
+        for first in range(lane * BLOCK, size, LANES * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            here = at < size
+            slope = tl.load(slopes[i] + client * size + at, mask=here, other=0.0)
+            start = tl.load(starts[i] + client * size + at, mask=here, other=0.0)
+            tl.store(ends[i] + client * size + at, start - rate * slope, mask=here)
+
+
+@triton.jit
+def _take(
+    x, w, bias, given, y, place, windows, clients, sc, sb, sy, sx, si,
+    H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
+    P: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, PICK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    cols = tl.program_id(1) * BO + tl.arange(0, BO)
+    # The four pixels of a window lie P rows apart: they end in the same thread, and pooling moves no data.
+    rows = tl.arange(0, 4 * P)
+    window = tl.program_id(0) * P + rows % P
+    image, top, left = _corner(window, H, W)
+    top += rows // P // 2
+    left += rows // P % 2
+    ks = tl.arange(0, BK)
+    iy = top[:, None] + (ks // I // 3 - 1)[None, :]
+    ix = left[:, None] + (ks // I % 3 - 1)[None, :]
+    ok = (window < windows)[:, None] & (ks < 9 * I)[None, :] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
+    at = client * sc + (image.to(tl.int64) * sb)[:, None] + iy * sy + ix * sx + (ks % I * si)[None, :]
+    a = tl.load(x + at, mask=ok, other=0.0)
+    b = tl.load(w + client * (9 * I * O) + ks[:, None] * O + cols[None, :], mask=(ks < 9 * I)[:, None], other=0.0)
+    acc = tl.dot(a, b, input_precision=PRECISION) + tl.load(bias + client * O + cols)[None, :]
+    four = tl.reshape(acc, (4, P, BO))
+    window = tl.program_id(0) * P + tl.arange(0, P)
+    out = (window.to(tl.int64) * clients + client)[:, None] * O + cols[None, :]
+    here = (window < windows)[:, None]
+    if PICK:
+        chosen = tl.load(given + out, mask=here, other=4)
+        value = tl.sum(tl.where(chosen[None, :, :] == tl.arange(0, 4)[:, None, None], four, 0.0), 0)
+    else:
+        value, which = tl.max(four, 0, return_indices=True)
+        tl.store(place + out, tl.where(value > 0, which, 4).to(tl.int8), mask=here)
+        value = tl.where(value <= 0, 0.0, value)
+    tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _weigh(
+    x, g, place, gw, gb, windows, clients, sc, sb, sy, sx, si,
+    H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
+    P: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    client = tl.program_id(2).to(tl.int64)
+    outs = tl.program_id(1) * BO + tl.arange(0, BO)
+    ks = tl.arange(0, BK)
+    acc = tl.zeros((BO, BK), tl.float32)
+    total = tl.zeros((BO,), tl.float32)
+    for step in range(0, CHUNK, P):
+        window = chunk * CHUNK + step + tl.arange(0, P)
+        here = window < windows
+        image, top, left = _corner(window, H, W)
+        at = (window.to(tl.int64) * clients + client)[:, None] * O + outs[None, :]
+        which = tl.load(place + at, mask=here[:, None], other=4)
+        slope = tl.load(g + at, mask=here[:, None], other=0.0)
+        total += tl.sum(tl.where(which < 4, slope, 0.0).to(tl.float32), 0)
+        start = client * sc + (image.to(tl.int64) * sb)[:, None] + (ks % I * si)[None, :]
+        for k in tl.static_range(4):
+            iy = (top + k // 2)[:, None] + (ks // I // 3 - 1)[None, :]
+            ix = (left + k % 2)[:, None] + (ks // I % 3 - 1)[None, :]
+            ok = here[:, None] & (ks < 9 * I)[None, :] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
+            a = tl.load(x + start + iy * sy + ix * sx, mask=ok, other=0.0)
+            acc = tl.dot(tl.trans(tl.where(which == k, slope, 0.0)), a, acc, input_precision=PRECISION)
+    part = client * tl.num_programs(0) + chunk
+    out = part * (O * I * 9) + outs[:, None] * (I * 9) + (ks % I * 9 + ks // I)[None, :]
+    tl.store(gw + out, acc, mask=(ks < 9 * I)[None, :])
+    tl.store(gb + part * O + outs, total)
+
+
+@triton.jit
+def _mix(z):
+    """SplitMix64's finaliser, as in `rng`."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _gate(slope, x, out, low, high, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < count
+    value = tl.load(slope + at, mask=here, other=0.0)
+    position = tl.load(x + at, mask=here, other=0.0)
+    outward = tl.where(value < 0, position >= high, position <= low)
+    tl.store(out + at, tl.where(outward, 0.0, value), mask=here)
+
+
+@triton.jit
+def _hash(z, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, _mix(tl.load(z + at, mask=at < count, other=0)), mask=at < count)
+
+
+@triton.jit
+def _normal(keys, out, count, half, BLOCK: tl.constexpr):
+    """Box-Muller, as in `rng.normal`: pair i of a key hashes key + (i + 1) golden."""
+    row = tl.program_id(0).to(tl.int64)
+    index = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    z = _mix(tl.load(keys + row) + (index + 1) * -7046029254386353131)
+    radius = -2.0 * tl.log((((z >> 32) & 0xFFFFFFFF).to(tl.float32) + 1.0) * 2.3283064365386963e-10)
+    radius = tl.sqrt(tl.maximum(radius, 0.0))
+    angle = (z & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09
+    at = out + row * count + 2 * index
+    tl.store(at, radius * tl.cos(angle), mask=index < half)
+    tl.store(at + 1, radius * tl.sin(angle), mask=2 * index + 1 < count)
+
+
+@triton.jit
+def _images(
+    x, rows, keys, mean, std, out, scale, batch, pad,
+    CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, AUGMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One image a program: `augment.crop_and_flip`, then (value * scale - mean) / std."""
+    place = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    here = e < CHANNELS * H * W
+    channel = e // (H * W)
+    iy = e % (H * W) // W
+    ix = e % W
+    if AUGMENT:
+        key = tl.load(keys + place // batch)
+        first = (place % batch) * 3 + 1
+        down = ((_mix(key + first * -7046029254386353131) >> 32) & 0x7FFFFFFF) * (2 * pad + 1) >> 31
+        right = ((_mix(key + (first + 1) * -7046029254386353131) >> 32) & 0x7FFFFFFF) * (2 * pad + 1) >> 31
+        mirrored = _mix(key + (first + 2) * -7046029254386353131) < 0
+        ix = tl.where(mirrored, W - 1 - ix, ix)
+        iy += down.to(tl.int32) - pad
+        ix += right.to(tl.int32) - pad
+    inside = here & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
+    row = tl.load(rows + place)
+    value = tl.load(x + row * (CHANNELS * H * W) + (channel * H + iy) * W + ix, mask=inside, other=0).to(tl.float32)
+    minus = tl.load(mean + channel, mask=here, other=0.0)
+    over = tl.load(std + channel, mask=here, other=1.0)
+    value = (value * scale - minus) / over
+    tl.store(out + place * (CHANNELS * H * W) + e, value.to(out.dtype.element_ty), mask=here)
+
+
+def _size(x: Tensor) -> tuple[int, int, int, int]:
+    """Height, width, channels of all clients and number of images (B, H, W, ...)."""
+    return x.shape[1], x.shape[2], x[0, 0, 0].numel(), x.shape[0]
+
+
+def pool(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Bias, ReLU and 2x2 max-pooling of contiguous images (B, H, W, ...), bias (...); also return the places."""
+    H, W, channels, B = _size(x)
+    y = x.new_empty(B, H // 2, W // 2, *x.shape[3:])
+    place = torch.empty(y.shape, dtype=torch.int8, device=x.device)
+    count = y.numel()
+    _pool[(triton.cdiv(count, _BLOCK),)](x, bias, y, place, H, W, channels, count, BLOCK=_BLOCK)
+    return y, place
+
+
+def pick(x: Tensor, place: Tensor) -> Tensor:
+    """Take the given places of (B, H, W, ...) -> (B, H/2, W/2, ...), and 0 where there is none."""
+    H, W, channels, _ = _size(x)
+    y = x.new_empty(place.shape)
+    count = y.numel()
+    _pick[(triton.cdiv(count, _BLOCK),)](x, place, y, H, W, channels, count, BLOCK=_BLOCK)
+    return y
+
+
+def unpick(g: Tensor, place: Tensor) -> Tensor:
+    """Put (B, H/2, W/2, ...) back where it was taken from, zeros elsewhere."""
+    h, w, channels, B = _size(g)
+    x = g.new_empty(B, 2 * h, 2 * w, *g.shape[3:])
+    count = g.numel()
+    _unpick[(triton.cdiv(count, _BLOCK),)](g, place, x, 2 * h, 2 * w, channels, count, BLOCK=_BLOCK)
+    return x
+
+
+def through(g: Tensor, place: Tensor) -> Tensor:
+    """Sum what passed the ReLU over all windows: contiguous (B, h, w, ...) -> (...), in float32."""
+    h, w, channels, B = _size(g)
+    windows = B * h * w
+    chunks = triton.cdiv(windows, _CHUNK)
+    out = torch.empty(chunks, *g.shape[3:], dtype=torch.float32, device=g.device)
+    _through[(chunks, triton.cdiv(channels, 64))](g, place, out, windows, channels, ROWS=32, CHUNK=_CHUNK, BLOCK=64)
+    return out.sum(0)
+
+
+ALONG, AGAINST, TAPS = 0, 1, 2
+
+
+def taps(weight: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
+    """Lay weights (C, O, I, 3, 3) out as a convolution reads them.
+
+    ALONG: (C O, I, 3, 3), channels last; AGAINST: (C I, O, 3, 3), turned round, channels last; TAPS: (C, 3, 3, I, O).
+    """
+    C, O, I = weight.shape[:3]
+    weight = weight.contiguous()
+    if mode == TAPS:
+        out = torch.empty(C, 3, 3, I, O, dtype=dtype, device=weight.device)
+    else:
+        outer, inner = (C * O, I) if mode == ALONG else (C * I, O)
+        out = torch.empty(outer, 3, 3, inner, dtype=dtype, device=weight.device)
+    _taps[(triton.cdiv(weight.numel(), _BLOCK),)](weight, out, weight.numel(), I, O, MODE=mode, BLOCK=_BLOCK)
+    return out if mode == TAPS else out.permute(0, 3, 1, 2)
+
+
+_LANES = 32
+"""Programs that share a client's parameters."""
+
+
+def descend(starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None) -> list[Tensor]:
+    """Take a clipped step of every client: entries (C, ...) of all kinds, one norm a client over all of them."""
+    clients = len(starts[0])
+    starts, slopes = ([value.contiguous() for value in values] for values in (starts, slopes))
+    ends = [torch.empty_like(value) for value in starts]
+    sizes = tuple(value.numel() // clients for value in starts)
+    grid = (_LANES, clients)
+    squares = torch.empty(clients, _LANES, dtype=torch.float32, device=starts[0].device)
+    if clip is not None:
+        _lengths[grid](tuple(slopes), sizes, squares, LANES=_LANES, BLOCK=_BLOCK)
+    _descend[grid](
+        tuple(starts), tuple(slopes), tuple(ends), sizes, squares, lr, clip or 0.0, CLIP=clip is not None, LANES=_LANES,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    return ends
+
+
+MOST_COLUMNS = 64
+"""Taps times channels that one narrow product may have: seven channels."""
+_TAKE = {"P": 64, "num_warps": 4, "num_stages": 3}
+_WEIGH = {"P": 64, "num_warps": 4, "num_stages": 2}
+_EXACT_TAKE = {"P": 32, "num_warps": 4, "num_stages": 3}
+_EXACT_WEIGH = {"P": 32, "num_warps": 4, "num_stages": 3}
+
+
+def _columns(channels: int) -> int:
+    return max(16, triton.next_power_of_2(9 * channels))
+
+
+def _filters(count: int) -> int:
+    """Return the largest power of two that divides the number of filters, up to 64."""
+    return min(count & -count, 64)
+
+
+def take(x: Tensor, weight: Tensor, bias: Tensor, given: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
+    """Convolve, rectify and pool images of few channels; return what is left and where it came from.
+
+    x (C, B, I, H, W) with any strides, weight (C, 3, 3, I, O), bias (C, O) -> (B, H/2, W/2, C, O) twice. With `given`
+    places, those are taken.
+    """
+    C, B, I, H, W = x.shape
+    O = weight.shape[-1]
+    y = x.new_empty(B, H // 2, W // 2, C, O)
+    place = torch.empty(y.shape, dtype=torch.int8, device=x.device) if given is None else given
+    windows = B * (H // 2) * (W // 2)
+    config = _EXACT_TAKE if precision == "ieee" and x.dtype == torch.float32 else _TAKE
+    wide = _filters(O)
+    sc, sb, si, sy, sx = x.stride()
+    _take[(triton.cdiv(windows, config["P"]), O // wide, C)](
+        x, weight, bias, place, y, place, windows, C, sc, sb, sy, sx, si, H=H, W=W, I=I, O=O, BO=wide,
+        BK=_columns(I), PICK=given is not None, PRECISION=precision, **config,
+    )  # fmt: skip
+    return y, place
+
+
+def weigh(x: Tensor, g: Tensor, place: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients by weights (C, O, I, 3, 3) and biases (C, O), in float32. g, place (B, H/2, W/2, C, O)."""
+    C, B, I, H, W = x.shape
+    O = g.shape[-1]
+    windows = B * (H // 2) * (W // 2)
+    config = _EXACT_WEIGH if precision == "ieee" and x.dtype == torch.float32 else _WEIGH
+    chunks = triton.cdiv(windows, _CHUNK)
+    gw = torch.empty(C, chunks, O, I, 3, 3, dtype=torch.float32, device=x.device)
+    gb = torch.empty(C, chunks, O, dtype=torch.float32, device=x.device)
+    wide = _filters(O)
+    sc, sb, si, sy, sx = x.stride()
+    _weigh[(chunks, O // wide, C)](
+        x, g, place, gw, gb, windows, C, sc, sb, sy, sx, si, H=H, W=W, I=I, O=O, BO=wide, BK=_columns(I),
+        CHUNK=_CHUNK, PRECISION=precision, **config,
+    )  # fmt: skip
+    return gw.sum(1), gb.sum(1)
+
+
+def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    """Return the slope where it does not lead x further out of its bounds, else 0."""
+    slope, x = slope.contiguous(), x.contiguous()
+    out = torch.empty_like(slope)
+    _gate[(triton.cdiv(out.numel(), _BLOCK),)](slope, x, out, low, high, out.numel(), BLOCK=_BLOCK)
+    return out
+
+
+def mix(z: Tensor) -> Tensor:
+    """Return `rng._mix` of every number."""
+    flat = z.contiguous()
+    out = torch.empty_like(flat)
+    if flat.numel():
+        _hash[(triton.cdiv(flat.numel(), 256),)](flat, out, flat.numel(), BLOCK=256)
+    return out
+
+
+def normal(keys: Tensor, count: int) -> Tensor:
+    """Return `count` float32 standard normals a key, those of `rng.normal` to rounding: (*keys.shape, count)."""
+    flat = keys.reshape(-1).contiguous()
+    out = torch.empty(len(flat), count, dtype=torch.float32, device=keys.device)
+    half = (count + 1) // 2
+    if len(flat):
+        # A grid has room for few blocks in its second direction: those of one key.
+        _normal[(len(flat), triton.cdiv(half, 1024))](flat, out, count, half, BLOCK=1024)
+    return out.reshape(*keys.shape, count)
+
+
+def images(
+    x: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int, dtype: torch.dtype
+) -> Tensor:
+    """Return rows (..., B) of x (N, c, H, W) as a network sees them, (..., B, c, H, W).
+
+    With keys (...), one a batch, they are cropped and mirrored. `look` is the scale, and mean and deviation (c,).
+    """
+    scale, mean, std = look
+    _, channels, H, W = x.shape
+    out = torch.empty(*rows.shape, channels, H, W, dtype=dtype, device=x.device)
+    rows = rows.contiguous()
+    _images[(rows.numel(),)](
+        x, rows, rows if keys is None else keys.contiguous(), mean, std, out, scale, rows.shape[-1], pad,
+        CHANNELS=channels, H=H, W=W, AUGMENT=keys is not None, BLOCK=triton.next_power_of_2(channels * H * W),
+    )  # fmt: skip
+    return out

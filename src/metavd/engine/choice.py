@@ -1,0 +1,39 @@
+"""Which backend suits a workload on a CPU: threads for arithmetic, vmap where Python's bookkeeping outweighs it.
+
+A step of a small network is a hundred calls of a few microseconds each, whatever its size; vmap pays them once for the
+whole cohort. Large products run best one client a core, in the layout that convolutions prefer. The rule knows sizes
+alone, no clock: a run takes the same way, and so gives the same bits, on a busy machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..core import rng
+from ..core.types import Model
+
+_LIGHT = 3e7
+"""Operations of a client's step, forward and backward, up to which bookkeeping outweighs them (two cores, torch 2.13).
+
+One client's step costs 0.9 to 3.7 of vmap's share of it up to there, and from four times as many on less than one.
+"""
+_MANY = 4
+"""Clients from which on vmap's own bookkeeping, three times that of one client, is shared by enough."""
+
+
+def flops(model: Model, shape: Sequence[int]) -> int:
+    """Count the operations of one row's way through a network; a multiplication and an addition are two."""
+    params = model.init(rng.key(0))
+    some = next(iter(params.values()))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.apply(params, torch.zeros(1, *shape, dtype=some.dtype, device=some.device), None)
+    return int(counter.get_total_flops())
+
+
+def choice(model: Model, shape: Sequence[int], batch: int, cohort: int) -> str:
+    """Return "vmap" or "threads" for clients that take steps of `batch` rows (0: all they have), so many a round."""
+    light = 0 < 3 * batch * flops(model, shape) <= _LIGHT
+    return "vmap" if light and cohort >= _MANY else "threads"

@@ -1,0 +1,150 @@
+"""The ClientApp: says hello, trains, evaluates. The same functions as in the simulator, called bare.
+
+What goes wrong at a site is told in full in the site's own log, and to the server without any detail: an error text
+may hold a path or a value of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, wraps
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from .. import methods
+from ..core import rng
+from ..core.types import Algorithm, NonFiniteError
+from ..data.cohort import PERSONAL, TEST, TRAIN, batches
+from ..data.source import Source
+from ..engine.machine import tuned
+from ..evaluate.calibration import plain, top1
+from ..evaluate.metrics import ClientResult, client_figures
+from ..evaluate.personal import respond
+from ..experiment.run import model_for, num_weights
+from ..experiment.spec import Experiment
+from ..wire import decode, encode
+from .config import FederationError
+from .message import Order, read_order, read_spec, write_reply
+from .site import Site, look, settle, write_look
+
+app = ClientApp()
+_LOG = logging.getLogger("flwr")
+_SEEN = "what went wrong is in the site's own log"
+
+
+class Built(NamedTuple):
+    """A run's description made into functions."""
+
+    experiment: Experiment
+    takes: Source
+    classes: list[str]
+    algorithm: Algorithm
+    weights: int
+
+
+@lru_cache(maxsize=4)
+def build(spec: str, device: str) -> Built:
+    """Return the method that a server's description names, on a site's device."""
+    experiment, takes, classes = read_spec(spec)
+    e = replace(experiment, device=device)
+    model = model_for(e, takes, None)
+    # FedBE wants its server's rows only where the server is.
+    setting = methods.Setting(int(e.clients), takes.num_classes, e.rounds, server_rows=lambda key: key)
+    return Built(e, takes, classes, methods.algorithm(e.method, model, setting, e.options), num_weights(model))
+
+
+Handler = Callable[[Message, Context], RecordDict]
+
+
+def _private(handler: Handler) -> Callable[[Message, Context], Message]:
+    @wraps(handler)
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            return Message(handler(message, context), reply_to=message)
+        except Exception as error:
+            _LOG.exception("%s failed", handler.__name__)
+            raise FederationError(f"{handler.__name__} failed with {type(error).__name__}; {_SEEN}") from None
+
+    return answer
+
+
+@app.query()
+@_private
+def hello(message: Message, context: Context) -> RecordDict:
+    """Say who is there and what the rows are like."""
+    read_order(message.content)
+    node = context.node_config
+    partition = int(node.get("partition-id", -1))
+    name = str(node.get("name", f"partition {partition}" if partition >= 0 else f"node {context.node_id}"))
+    trains = bool(node.get("train", True))
+    return write_reply(0, {}, name=name, trains=trains, partition=partition, look=write_look(look(node)))
+
+
+@app.train()
+@_private
+def train(message: Message, context: Context) -> RecordDict:
+    """Train for one round on the site's own rows."""
+    order, built, site = _start(message, context)
+    device = built.experiment.device
+    began = time.monotonic()
+    with torch.no_grad(), tuned(built.weights, device):
+        done = _scalar(order.done, site)
+        key = rng.fold(torch.tensor(order.key), TRAIN, order.done, order.client)
+        own = batches(site.pool, site.index, built.algorithm.train_batches, key, done)
+        received = {name: value.to(device) for name, value in decode(order.params).items()}
+        adapted, loss = built.algorithm.local(received, own)
+    for name, value in {**adapted, "loss": loss}.items():
+        if not torch.isfinite(value).all():
+            raise NonFiniteError(f"round {order.done + 1}: training made {name} NaN or infinite; lower lr or clip")
+    rows = len(site.pool.federation.train[site.index])
+    metrics = {"rows": rows, "loss": float(loss), "seconds": time.monotonic() - began}
+    return write_reply(order.done + 1, metrics, encode(adapted, half=order.half, mask_known=True))
+
+
+@app.evaluate()
+@_private
+def evaluate(message: Message, context: Context) -> RecordDict:
+    """Make the client's own model and test it on the site's own rows; only figures leave."""
+    order, built, site = _start(message, context)
+    algorithm, federation = built.algorithm, site.pool.federation
+    train_rows, test_rows = federation.train[site.index], federation.test[site.index]
+    metrics = {"train_size": len(train_rows), "test_size": len(test_rows)}
+    if not len(test_rows):
+        return write_reply(order.done, metrics)
+    with torch.no_grad(), tuned(built.weights, built.experiment.device):
+        done, key = _scalar(order.done, site), torch.tensor(order.key)
+        personal = rng.fold(key, PERSONAL, order.done, order.client)
+        own = batches(site.pool, site.index, algorithm.personal_batches, personal, done)
+        received = {name: value.to(built.experiment.device) for name, value in decode(order.params).items()}
+        if order.whole:
+            received = algorithm.admit(received, done, own)
+        rows = site.pool.inputs(torch.from_numpy(test_rows).to(site.pool.x.device))
+        answer_key = rng.fold(key, TEST, order.done, order.client).to(site.pool.x.device)
+        answer = respond(algorithm, algorithm.personalize(received, own)[0], rows, answer_key)
+    y = federation.source.y
+    probs = answer.probs.double().cpu().numpy()
+    if not np.isfinite(probs).all():
+        raise NonFiniteError(f"round {order.done}: the client answers with probabilities that are NaN")
+    known = np.bincount(y[train_rows], minlength=federation.source.num_classes) > 0
+    information = answer.drawn["information"].cpu().numpy() if answer.drawn else None
+    result = ClientResult(order.client, len(train_rows), probs, y[test_rows], known, information)
+    bins = {f"bin_{name}": value for name, value in plain(top1(probs, result.y)).items() if name != "edges"}
+    return write_reply(order.done, metrics | client_figures(result) | bins)
+
+
+def _start(message: Message, context: Context) -> tuple[Order, Built, Site]:
+    order = read_order(message.content)
+    node = context.node_config
+    built = build(order.spec, str(node.get("device", "cpu")))
+    return order, built, settle(node, built.experiment, built.takes, built.classes)
+
+
+def _scalar(done: int, site: Site) -> torch.Tensor:
+    return torch.tensor(float(done), dtype=site.pool.dtype, device=site.pool.x.device)

@@ -1,0 +1,398 @@
+"""The ServerApp: the simulator's round, with messages in place of calls.
+
+    hello     who is there, and what rows are like
+    round     emit -> messages -> answers, checked, in the order of client numbers -> server.update -> checkpoint
+    evaluate  serve (or admit, for those who never train) -> messages -> figures
+
+Every wait is bounded. A round needs a quorum of good answers; without one it is tried again, those who have answered
+are not asked again, and in the end the run stops with a sentence. Each round ends with a checkpoint, so that after any
+crash `flwr run` with the same config goes on from the last round. Answers are put in the order of client numbers and
+all random numbers come from (seed, round, client): the same data and seed give the same bits as the simulator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from flwr.app import Context, MessageType, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from .. import methods, tree
+from ..core import rng
+from ..core.emit import EMBEDDING
+from ..core.types import Algorithm, ServerState, Update
+from ..data.cohort import choose, pool
+from ..data.partition import Federation
+from ..data.source import Source
+from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash, write_atomic
+from ..engine.machine import tuned
+from ..engine.simulate import Record, check_finite
+from ..evaluate.personal import diagnose, masks_of
+from ..experiment.details import VERSION as DETAILS
+from ..experiment.details import drawn_rates
+from ..experiment.provenance import provenance
+from ..experiment.run import channels_last, model_for, num_weights
+from ..experiment.samples import described, restored, samples
+from ..experiment.spec import Experiment, from_toml, spec_hash, to_toml, with_settings
+from ..experiment.store import Store
+from ..tree import Params
+from ..wire import Expected, Guard, Rejected, Reply, encode, sparsity, traffic
+from . import figures, registry, site
+from .config import FederationError, Plan, experiment_of, plan
+from .fleet import Fleet, exchange
+from .message import Order, payload, read_reply, spec, write_order
+
+app = ServerApp()
+_LOG = logging.getLogger("flwr")
+TAKES = "takes.json"
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run, or go on with, the federation that the run config describes."""
+    run(grid, plan(context.run_config))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A federation's run, ready to go."""
+
+    plan: Plan
+    experiment: Experiment
+    spec: str
+    algorithm: Algorithm
+    weights: int
+
+
+def run(grid: Grid, plan: Plan) -> dict[str, Any]:
+    """Carry out a run, from its last checkpoint where there is one, and return its result."""
+    store = Store(Path(plan.out).resolve())
+    retries = getattr(grid, "_retry_invoker", None)
+    if retries is not None:
+        retries.max_time = plan.join_timeout  # Flower would try for ever to reach a SuperLink that is gone
+    with store.lock():
+        if store.is_finished():
+            _LOG.info("%s holds this run, finished; name another folder with out to run again", store.folder)
+            return store.read_result()
+        fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE))
+        setup = _setup(fleet, store)
+        with torch.no_grad(), tuned(setup.weights, "cpu"):
+            return _run(fleet, setup, store)
+
+
+# --- before the first round --------------------------------------------------------------------------------------
+
+
+def _setup(fleet: Fleet, store: Store) -> Setup:
+    """Wait for the clients, and find out or remember what is trained."""
+    plan = fleet.plan
+    expected = max(plan.clients, fleet.registry.rows)
+    least = plan.needed(plan.asked(max(expected, 1)))
+    fleet.wait(0, enough=max(expected, 1), least=least, everyone=not expected)
+    if store.is_run():
+        experiment, takes, classes = _remembered(fleet, store)
+    else:
+        experiment, takes, classes = _agreed(fleet)
+        store.open(to_toml(experiment))
+        write_atomic(store.folder / TAKES, json.dumps({"takes": described(takes), "classes": classes}).encode())
+    algorithm, weights = _algorithm(plan, experiment, takes)
+    return Setup(plan, experiment, spec(experiment, takes, classes), algorithm, weights)
+
+
+def _agreed(fleet: Fleet) -> tuple[Experiment, Source, list[str]]:
+    plan = fleet.plan
+    clients = plan.clients or sum(each.trains for each in fleet.candidates.values())
+    if plan.data:
+        data, takes, classes = site.shared(plan.data)
+        return experiment_of(plan, takes, clients, data.defaults, data.fingerprint), takes, classes
+    takes, classes = site.agree(fleet.looks, plan.classes)
+    content = hashlib.sha256(json.dumps([described(takes), classes]).encode()).hexdigest()[:12]
+    return experiment_of(plan, takes, clients, {}, content), takes, classes
+
+
+def _remembered(fleet: Fleet, store: Store) -> tuple[Experiment, Source, list[str]]:
+    """Read what a run that is gone on with was made of, and compare it with what is asked now."""
+    there = replace(with_settings(Experiment(), from_toml(store.config)), device="cpu")
+    try:
+        values = json.loads((store.folder / TAKES).read_text())
+        takes, classes = restored(values["takes"]), list(values["classes"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FederationError(f"{store.folder / TAKES} is damaged ({error}); put back your copy of it") from None
+    now = experiment_of(fleet.plan, takes, int(there.clients), _defaults(fleet.plan), there.content)
+    if spec_hash(now) != spec_hash(there):
+        raise FederationError(
+            f"{store.folder} holds another run ({there.method}, {there.rounds} rounds, seed {there.seed}, or other "
+            "options); run with the same config, or name another folder with out"
+        )
+    return there, takes, classes
+
+
+def _defaults(plan: Plan) -> Mapping[str, Any]:
+    return site.shared(plan.data)[0].defaults if plan.data else {}
+
+
+def _algorithm(plan: Plan, e: Experiment, takes: Source) -> tuple[Algorithm, int]:
+    model = model_for(e, takes, None)
+    rows = None
+    if plan.server_data:
+        given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
+        own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
+        held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
+        rows = lambda key: held.inputs(torch.arange(len(held.x)), key)  # noqa: E731
+    setting = methods.Setting(int(e.clients), takes.num_classes, e.rounds, server_rows=rows)
+    return methods.algorithm(e.method, model, setting, e.options), num_weights(model)
+
+
+# --- rounds --------------------------------------------------------------------------------------------------------
+
+_TRAFFIC = ("down", "up", "dense_down", "dense_up")
+
+
+def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
+    e, plan = setup.experiment, setup.plan
+    found = load_checkpoint(store.checkpoint, report=_LOG.warning)
+    state, extra = found or (setup.algorithm.server.init(rng.key(e.seed)), {})
+    guard = Guard.restored(plan.limits, extra.get("guard", {}))
+    store.cut_rounds(int(state.round))
+    began, before = time.monotonic(), float(extra.get("seconds", 0.0))
+    total = {key: int(extra.get(key, 0)) for key in _TRAFFIC}
+    evaluated = int(extra.get("evaluated", 0))
+    _LOG.info("%s, %d rounds, seed %d, in %s", e.method, e.rounds, e.seed, store.folder)
+    if found:
+        _LOG.info("going on after round %d", int(state.round))
+    while int(state.round) < e.rounds:
+        state = _joined(fleet, setup, state, store)
+        state, line = _round(fleet, setup, state, guard)
+        total = {key: total[key] + line[key] for key in _TRAFFIC}
+        done = int(state.round)
+        if plan.eval_every and done % plan.eval_every == 0 and done < e.rounds:
+            tested = _evaluate(fleet, setup, state)
+            line |= _summary(setup, state, tested.reports)
+            evaluated += tested.down
+        store.add_round(line)
+        extra = {**total, "evaluated": evaluated, "seconds": before + time.monotonic() - began, "guard": guard.state()}
+        save_checkpoint(store.checkpoint, state, extra)
+    state = _joined(fleet, setup, state, store)
+    tested = _evaluate(fleet, setup, state)
+    result = {
+        "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "device": e.device,
+        "trained_rounds": e.rounds, "tested_round": int(state.round),
+        "seconds": round(before + time.monotonic() - began, 3),
+        **_summary(setup, state, tested.reports),
+        "bytes": total, "bytes_evaluation": evaluated + tested.down,
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": "flower",
+        "clients": fleet.registry.rows, **provenance(e.device),
+    }  # fmt: skip
+    _finish(setup, state, store, result, tested.reports)
+    _LOG.info("finished: accuracy %s, files in %s", _share(result["test"]["accuracy"]), store.folder)
+    return result
+
+
+def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> ServerState:
+    """Number newcomers and give them rows; wait until there are clients enough for a round."""
+    done, plan = int(state.round), setup.plan
+    rows = max(int(setup.experiment.clients), fleet.registry.rows)
+    least = plan.needed(plan.asked(rows))
+    fleet.wait(done, enough=least, least=least)
+    if fleet.settle(done) or not (store.folder / registry.FILE).exists():
+        registry.save(store.folder / registry.FILE, fleet.registry)
+        for member in fleet.registry.members:
+            if member.joined == done:
+                _LOG.info("%s is client %d", member.name, member.number)
+    return registry.widened(state, fleet.registry.rows)
+
+
+def _round(fleet: Fleet, setup: Setup, state: ServerState, guard: Guard) -> tuple[ServerState, dict[str, Any]]:
+    plan, algorithm, done = setup.plan, setup.algorithm, int(state.round)
+    began = time.monotonic()
+    good: dict[int, Reply] = {}
+    losses: dict[int, float] = {}
+    sent: dict[int, Params] = {}
+    counted: dict[int, list[int]] = {}
+    refused: dict[int, str] = {}
+    lost: dict[int, str] = {}
+    working = waiting = 0.0
+    for _ in range(plan.repeats + 1):
+        nodes = {n: node for n, node in fleet.trainers(fleet.online()).items() if not guard.excluded(n)}
+        rows = max(int(setup.experiment.clients), fleet.registry.rows)
+        here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
+        asked = [n for n in choose(state.key, done, rows, plan.asked(rows), here).tolist() if n not in good]
+        messages = {}
+        for client in asked:
+            sent[client] = algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+            params = encode(sent[client], half=plan.half)
+            counted.setdefault(client, [0, 0])[0] += len(params)
+            order = Order(done, client, int(state.key), setup.spec, plan.half, params=params)
+            messages[client] = (nodes[client], write_order(order))
+        asking = time.monotonic()
+        answers = exchange(
+            fleet.grid, messages, MessageType.TRAIN, round=done + 1, seconds=plan.round_timeout, poll=plan.poll,
+            meanwhile=lambda: fleet.greet(done),
+        )  # fmt: skip
+        waiting += time.monotonic() - asking
+        lost = {client: why for client, why in lost.items() if client not in asked} | answers.lost
+        for client in sorted(answers.content):
+            expected = Expected(client, done + 1, sent[client])
+            try:
+                good[client], losses[client], seconds = _checked(guard, expected, answers.content[client], counted)
+                working = max(working, seconds)
+            except Rejected as error:
+                refused[client] = error.reason
+        for client, why in (lost | refused).items():
+            _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
+        needed = plan.needed(len(good | lost | refused))
+        if len(good) >= needed:
+            break
+        _LOG.warning("round %d has %d good answers of %d that it needs", done + 1, len(good), needed)
+        fleet.settle(done)
+    else:
+        raise FederationError(
+            f"round {done + 1} had {len(good)} good answers in {plan.repeats + 1} attempts, but needs {needed}; the "
+            f"state of round {done} is saved, and flwr run goes on from it"
+        )
+    new = _updated(algorithm, state, [good[client] for client in sorted(good)])
+    dense = {client: traffic(params).dense for client, params in sent.items()}
+    weight = {client: reply.samples for client, reply in good.items()}
+    record = Record(
+        round=done + 1, cohort=sorted(good), lost=sorted(lost),
+        loss=sum(losses[c] * weight[c] for c in good) / sum(weight.values()),
+        down=sum(down for down, _ in counted.values()), up=sum(up for _, up in counted.values()),
+        dense_down=sum(dense.values()), dense_up=sum(dense[client] for client in good),
+    )  # fmt: skip
+    took = time.monotonic() - began
+    _LOG.info("round %d/%d: %d answers, loss %.3f, %.1f s", done + 1, setup.experiment.rounds, len(good),
+              record.loss, took)  # fmt: skip
+    more = {
+        "traffic": {str(client): each for client, each in sorted(counted.items())},
+        "rejected": {str(client): why for client, why in sorted(refused.items())},
+        "why_lost": {str(client): why for client, why in sorted(lost.items())},
+        "seconds": round(took, 3), "seconds_waiting": round(waiting, 3), "seconds_training": round(working, 3),
+    }  # fmt: skip
+    return new, record._asdict() | more
+
+
+def _checked(
+    guard: Guard, expected: Expected, content: RecordDict, counted: dict[int, list[int]]
+) -> tuple[Reply, float, float]:
+    """Return an answer that may be aggregated, its loss and the seconds it took; or raise Rejected."""
+    try:
+        about, metrics = read_reply(content)
+        data = payload(content)
+        loss, seconds = float(metrics.get("loss", 0.0)), float(metrics.get("seconds", 0.0))
+    except (FederationError, TypeError, ValueError) as error:
+        raise guard.reject(expected.client, "damaged", str(error)) from None
+    counted[expected.client][1] += len(data)
+    reply = guard.check(expected, round=about.get("round"), samples=metrics.get("rows"), payload=data)
+    return reply, loss if abs(loss) < 1e30 else 0.0, seconds
+
+
+def _updated(algorithm: Algorithm, state: ServerState, replies: list[Reply]) -> ServerState:
+    """Take one round's answers, which stand in the order of their clients, as the simulator does."""
+    client = torch.tensor([reply.client for reply in replies])
+    weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
+    new = algorithm.server.update(state, Update(client, tree.gather([dict(r.params) for r in replies]), weight))
+    check_finite(new.params, int(state.round) + 1, None)
+    return new
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+class Tested(NamedTuple):
+    """What clients said of their own models."""
+
+    reports: dict[int, dict[str, Any]]
+    """Figures by client."""
+    down: int
+    """Bytes of the models that they were sent."""
+
+
+def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> Tested:
+    """Let every client that is there test its own model."""
+    algorithm, plan, done = setup.algorithm, setup.plan, int(state.round)
+    fit = setup.experiment.options.get("newcomer") == "fit"
+    online = fleet.online()
+    messages, down = {}, 0
+    for node, member in sorted(fleet.present.items(), key=lambda item: item[1].number):
+        if node not in online:
+            continue
+        if member.trains:
+            params = algorithm.serve(state.params, torch.tensor(member.number), state.round)
+        elif fit:
+            # Of the others' embeddings a newcomer needs the mean alone.
+            params = state.params | {EMBEDDING: state.params[EMBEDDING].mean(0, keepdim=True)}
+        else:
+            params = algorithm.admit(state.params, state.round, ())
+        data = encode(params, half=plan.half)
+        down += len(data)
+        whole = fit and not member.trains
+        order = Order(done, member.number, int(state.key), setup.spec, plan.half, whole, data)
+        messages[member.number] = (node, write_order(order))
+    answers = exchange(
+        fleet.grid, messages, MessageType.EVALUATE, round=done, seconds=plan.round_timeout, poll=plan.poll,
+        meanwhile=lambda: fleet.greet(done),
+    )  # fmt: skip
+    reports = {}
+    for client, content in sorted(answers.content.items()):
+        try:
+            reports[client] = figures.checked(read_reply(content)[1])
+        except (ArithmeticError, TypeError, ValueError) as error:
+            answers.lost[client] = str(error)
+    for client, why in answers.lost.items():
+        _LOG.warning("client %d is not evaluated: %s", client, why)
+    return Tested(reports, down)
+
+
+def _parts(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    return {
+        "test": [each for client, each in reports.items() if client < registry.GUESTS],
+        "unseen": [each for client, each in reports.items() if client >= registry.GUESTS],
+    }
+
+
+def _summary(setup: Setup, state: ServerState, reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    parts = {name: figures.pooled(part) for name, part in _parts(reports).items()}
+    shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
+    clients = [client for client in reports if client < registry.GUESTS] or [0]
+    found = [
+        sparsity(shared | masks_of(setup.algorithm.serve(state.params, torch.tensor(client), state.round)))
+        for client in clients
+    ]
+    test, unseen = (parts[name]["accuracy"] for name in ("test", "unseen"))
+    return parts | {
+        "gap": None if test is None or unseen is None else unseen - test,
+        "gap_interval": None,
+        "sparsity": {key: sum(each[key] for each in found) / len(found) for key in ("layer", "model")},
+        "diagnostics": diagnose(setup.algorithm, state, int(setup.experiment.clients)),
+    }
+
+
+def _finish(
+    setup: Setup, state: ServerState, store: Store, result: Mapping[str, Any], reports: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Leave the files that `metavd show` and `metavd report` read."""
+    rows = result["clients"]
+    lines = [
+        figures.line(client if client < registry.GUESTS else rows + client - registry.GUESTS, report,
+                     unseen=client >= registry.GUESTS)
+        for client, report in reports.items()
+    ]  # fmt: skip
+    more = figures.details(_parts(reports)) | {
+        "version": DETAILS,
+        "rates": drawn_rates(setup.algorithm, state, rows),
+        "embeddings": state.params[EMBEDDING].tolist() if EMBEDDING in state.params else None,
+    }
+    nobody = {"client": 0, "unseen": 0, "train_size": 0, "test_size": 0}
+    store.finish(result, lines or [nobody], more)
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"

@@ -1,0 +1,20 @@
+"""Parameters on the wire: how many bytes they take, the container they travel in, what a server checks of an answer."""
+
+from .codec import WireError, counted, decode, encode
+from .count import Traffic, sparsity, traffic
+from .guard import Expected, Guard, Limits, Rejected, Reply
+
+__all__ = [
+    "Expected",
+    "Guard",
+    "Limits",
+    "Rejected",
+    "Reply",
+    "Traffic",
+    "WireError",
+    "counted",
+    "decode",
+    "encode",
+    "sparsity",
+    "traffic",
+]

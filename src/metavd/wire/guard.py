@@ -1,0 +1,217 @@
+"""What a server checks of an answer before it may touch the model.
+
+An answer is refused as a whole, with the client and the reason in one sentence; the round goes on without it. A
+client that offends too often is asked no more. Nothing here depends on the order in which answers arrive: a round is
+judged by the rounds before it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tree import Params
+from .codec import WireError, decode
+from .masks import is_mask
+
+_MEMORY = 10
+"""Rounds whose changes are remembered."""
+_ENOUGH = 3
+"""Changes that a median needs before it bounds anything."""
+_COUNTABLE = 2.0**53
+"""Above it float64 does not count by ones."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server puts up with. The defaults stop what would destroy a model, not what is unusual.
+
+    A bound of math.inf is none.
+    """
+
+    max_bytes: int = 1 << 30
+    """Length of an answer, as it came."""
+    max_norm: float = 10.0
+    """||answer - received|| over 1 + ||received||. The 1 is for models that start at zero."""
+    max_change: float = 100.0
+    """||answer - received|| over the median of that in the ten rounds before."""
+    max_samples: float = 1e9
+    """Samples that a client may claim. Below the bound it is believed, and weighs in the average by its claim: give
+    the rows of the largest site."""
+    max_offences: int = 3
+    """With so many refused answers a client is excluded."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a server asked of one client in one round."""
+
+    client: int
+    round: int
+    """Counted as in `Record`, from 1; any count will do that both sides share."""
+    received: Params
+    """What the client was sent: names, shapes, dtypes and masks of the answer, and the norm it is measured by."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer that passed: it can be aggregated."""
+
+    client: int
+    round: int
+    params: Params
+    """In the order of what was sent; dropped weights and spreads hold what was sent, so that they do not pull."""
+    samples: float
+
+
+class Rejected(Exception):  # noqa: N818
+    """An answer that must not touch the model; `client` and `reason` say whose and why, `kind` in one word.
+
+    The kinds: damaged, version, oversized, name, shape, dtype, mask, nan, norm, samples, round, duplicate, excluded,
+    and what a caller of `Guard.reject` adds.
+    """
+
+    def __init__(self, client: int, kind: str, reason: str) -> None:
+        super().__init__(f"client {client}: {reason}")
+        self.client = client
+        self.kind = kind
+        self.reason = reason
+
+
+class _FaultError(Exception):
+    """What is wrong with an answer: kind and reason."""
+
+
+def _shown(claimed: object) -> str:
+    try:
+        return repr(claimed)[:40]
+    except ValueError:  # an integer of more digits than Python writes
+        return "too many"
+
+
+def _round(expected: Expected, claimed: object) -> None:
+    if type(claimed) is not int or claimed != expected.round:
+        raise _FaultError("round", f"the answer is for round {_shown(claimed)}; round {expected.round} was asked")
+
+
+def _samples(limits: Limits, claimed: object) -> float:
+    most = min(limits.max_samples, _COUNTABLE)
+    if isinstance(claimed, bool) or not isinstance(claimed, (int, float)) or not 0 < claimed <= most:
+        raise _FaultError("samples", f"it claims {_shown(claimed)} samples; a number above 0, at most {most:g}, can be")
+    return float(claimed)
+
+
+def _params(limits: Limits, expected: Expected, payload: object) -> Params:
+    if not isinstance(payload, bytes):
+        raise _FaultError("damaged", f"the payload is no bytes but {type(payload).__name__}")
+    if len(payload) > limits.max_bytes:
+        raise _FaultError("oversized", f"the answer has {len(payload)} bytes; {limits.max_bytes} are allowed")
+    try:
+        params = decode(payload, like=expected.received)
+    except WireError as error:
+        raise _FaultError(error.kind, str(error)) from error
+    for name, value in params.items():
+        if not torch.isfinite(value).all():
+            raise _FaultError("nan", f"{name} holds NaN or infinity")
+        if is_mask(name) and not torch.equal(value, expected.received[name].detach().cpu()):
+            raise _FaultError("mask", f"{name} is not the mask that was sent")
+    return {name: params[name] for name in expected.received}
+
+
+def _norm(values: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(value.to(torch.float64).square().sum()) for value in values))
+
+
+def _change(params: Params, received: Params) -> float:
+    """Return ||answer - received||; in float64, whose squares of float32 do not overflow."""
+    return _norm(value.to(torch.float64) - received[name].detach().cpu() for name, value in params.items())
+
+
+@dataclass
+class Guard:
+    """The checks, and the memory they need: offences by client, and how far honest clients move.
+
+    `state()` is plain JSON; a run that resumes passes it to `Guard.restored`, together with the checkpoint that it
+    was saved with, and judges as if nothing had happened.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    offences: dict[int, int] = field(default_factory=dict)
+    changes: dict[int, list[float]] = field(default_factory=dict)
+    """By round, how far its accepted answers moved."""
+    heard: dict[int, int] = field(default_factory=dict)
+    """By client, the round of its last answer that was taken."""
+
+    def check(self, expected: Expected, *, round: object, samples: object, payload: object) -> Reply:
+        """Return an answer that can be aggregated, or raise `Rejected` and count the offence.
+
+        `round` and `samples` are what the client claims, of whatever type they came; `payload` is the `encode`d
+        answer, with mask_known=True or with the very masks that were sent. The client itself is not asked who it is:
+        `expected` belongs to the node that the transport has identified. Once an answer to a round is taken, another
+        one is a duplicate; one that was refused may be followed by a better one, where the server asks again.
+        """
+        client = expected.client
+        if self.excluded(client):
+            raise Rejected(client, "excluded", f"it is excluded after {self.offences[client]} refused answers")
+        try:
+            if self.heard.get(client) == expected.round:
+                raise _FaultError("duplicate", f"it has answered round {expected.round} already")
+            _round(expected, round)
+            claimed = _samples(self.limits, samples)
+            params = _params(self.limits, expected, payload)
+            change = self._bounded(expected, params)
+        except _FaultError as fault:
+            raise self.reject(client, *fault.args) from fault
+        self.heard[client] = expected.round
+        self.changes.setdefault(expected.round, []).append(change)
+        self.changes = {each: norms for each, norms in self.changes.items() if each > expected.round - _MEMORY}
+        return Reply(client, expected.round, params, claimed)
+
+    def _bounded(self, expected: Expected, params: Params) -> float:
+        """Return how far the answer moved, if that is not too far."""
+        received = {name: value for name, value in expected.received.items() if not is_mask(name)}
+        change = _change({name: params[name] for name in received}, received)
+        bound = self.limits.max_norm * (1.0 + _norm(value.detach() for value in received.values()))
+        if not change <= bound:
+            raise _FaultError("norm", f"it moved the weights by {change:.3g}; {bound:.3g} is allowed by what was sent")
+        # Clients that did not move at all say nothing about how far is too far.
+        earlier = [
+            norm for round, norms in self.changes.items() if round < expected.round for norm in norms if norm > 0
+        ]
+        if len(earlier) >= _ENOUGH and not change <= self.limits.max_change * median(earlier):
+            allowed = self.limits.max_change * median(earlier)
+            raise _FaultError(
+                "norm", f"it moved the weights by {change:.3g}; {allowed:.3g} is allowed by earlier rounds"
+            )
+        return change
+
+    def reject(self, client: int, kind: str, reason: str) -> Rejected:
+        """Count an offence that the caller found, such as a reply without a payload; return what to raise or to log."""
+        self.offences[client] = self.offences.get(client, 0) + 1
+        return Rejected(client, kind, reason)
+
+    def excluded(self, client: int) -> bool:
+        """Return whether a client has offended too often to be asked again."""
+        return self.offences.get(client, 0) >= self.limits.max_offences
+
+    def state(self) -> dict[str, Any]:
+        """Return the memory as plain JSON: what a checkpoint after a whole round needs."""
+        return {
+            "offences": {str(client): count for client, count in self.offences.items()},
+            "changes": {str(round): sorted(norms) for round, norms in self.changes.items()},
+        }
+
+    @classmethod
+    def restored(cls, limits: Limits, state: Mapping[str, Any]) -> Guard:
+        """Return a guard with the memory that `state` gave; an empty mapping is a fresh one."""
+        return cls(
+            limits,
+            {int(client): int(count) for client, count in state.get("offences", {}).items()},
+            {int(round): [float(norm) for norm in norms] for round, norms in state.get("changes", {}).items()},
+        )

@@ -1,0 +1,193 @@
+"""Measuring: figures follow from times, ratios are quotients, a broken variant stops nobody. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metavd.bench import measure
+from metavd.bench.measure import (
+    OURS,
+    BenchError,
+    Pace,
+    Variant,
+    bench,
+    call,
+    figures,
+    order_of,
+    pace,
+    variants,
+    with_ratios,
+)
+from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
+from metavd.cli import main
+
+SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
+PEAKS = {"float32": 1e9, "tf32": 4e9}
+
+
+def order(rounds: int = 2) -> Order:
+    return Order(SMALL, "cpu", (10,) * 6, ((0, 1, 2, 3),), first=1, warm_up=1, rounds=rounds, budget=1.0)
+
+
+def answer(*seconds: float, **more: object) -> dict[str, object]:
+    return {"seconds": list(seconds), "memory_mb": 10.0, "start_s": 2.0, "loss": 1.0, **more}
+
+
+def test_figures_follow_from_the_seconds():
+    """Closed form: two repetitions of two rounds of 40 images."""
+    found = figures(order(), [answer(1.0, 2.0), answer(4.0, 3.0, memory_mb=12.0)], PEAKS)
+    assert (found["round_s"], found["rounds"], found["fastest_s"], found["slowest_s"]) == (2.5, 4, 1.0, 4.0)
+    assert found["images_s"] == 160 / 10
+    flops = training_flops(SMALL) * 16
+    assert found["tflops"] == pytest.approx(flops / 1e12)
+    assert found["share"] == pytest.approx(flops / 1e9)
+    assert found["memory_mb"] == 12.0
+
+
+def test_the_peak_is_that_of_the_precision():
+    one, other = (figures(order(), [answer(1.0, precision=name)], PEAKS)["share"] for name in ("float32", "tf32"))
+    assert one == pytest.approx(4 * other)
+
+
+def test_a_round_that_was_cut_short_counts_its_own_images():
+    assert figures(order(5), [answer(1.0, 1.0)], PEAKS)["images_s"] == 40
+
+
+def test_ratios_are_quotients_and_ours_is_one():
+    found = with_ratios({OURS: {"round_s": 0.5}, "loop": {"round_s": 2.0}, "other": {"error": "no"}})
+    assert [found[name].get("against_ours") for name in (OURS, "loop", "other")] == [1.0, 4.0, None]
+    assert "against_ours" not in with_ratios({OURS: {"error": "x"}, "loop": {"round_s": 2.0}})["loop"]
+
+
+def test_an_error_in_one_repetition_is_the_variants_error():
+    assert figures(order(), [answer(1.0), {"error": "out of memory"}], PEAKS) == {"error": "out of memory"}
+
+
+def test_ragged_rounds_are_the_same_for_all():
+    """Law: where rounds differ, nobody's are cut short by time."""
+    for work in (PAPER, PAPER_100):
+        for quick in (True, False):
+            assert pace(work, quick=quick).budget > 1e6
+
+
+def test_our_engine_comes_first_and_everyone_once():
+    for device in WORKLOADS:
+        names = [each.name for each in variants(device, {"chunk": 3})]
+        assert names[0] == OURS
+        assert len(set(names)) == len(names)
+    assert variants("cpu", {"chunk": 3})[0].settings == (("chunk", 3),)
+
+
+def test_tuned_variants_keep_their_memory(monkeypatch):
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    assert Variant("a", "plain", tuned=True).environment["MALLOC_TOP_PAD_"] == "268435456"
+    assert Variant("a", "plain").environment["MALLOC_TOP_PAD_"] == "1"
+
+
+@pytest.mark.parametrize("module", ["ours", "plain"])
+def test_a_process_carries_out_an_order(module):
+    """Law: so many rounds, each with a time, and a finite loss; memory is that of a process with torch."""
+    told = order_of(SMALL, "cpu", Pace(1, 3, 60.0))
+    found = call(Variant(OURS if module == "ours" else "loop", module), told)
+    assert "error" not in found
+    assert len(found["seconds"]) == 3
+    assert all(second > 0 for second in found["seconds"])
+    assert 0 < found["loss"] < 400
+    assert found["memory_mb"] > 50
+    assert found["start_s"] > 0
+
+
+def test_what_ends_a_process_is_its_error():
+    found = call(Variant("nothing", "no_such_module"), order())
+    assert found.keys() == {"error"}
+    assert "no_such_module" in found["error"]
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(measure, "_LIMIT", 0.2)
+    monkeypatch.setattr(measure, "_PAUSE", 0.1)
+    assert "stopped after" in call(Variant("loop", "plain"), order())["error"]
+
+
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let nothing be measured: every variant takes a second, but one that breaks."""
+    asked: list[str] = []
+
+    def called(variant: Variant, told: Order) -> dict[str, object]:
+        asked.append(f"{told.work.name}: {variant.name}")
+        return {"error": "broken"} if variant.name == "loop" else answer(*[1.0] * told.rounds)
+
+    monkeypatch.setattr(measure, "call", called)
+    monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": json.dumps(PEAKS)}))
+    return asked
+
+
+def test_repetitions_go_in_turn_and_a_broken_variant_is_not_asked_again(monkeypatch):
+    asked = fake(monkeypatch)
+    said: list[str] = []
+    found = bench("cpu", only=["tiny"], note=said.append)
+    names = [each.name for each in variants("cpu", {})]
+    assert asked[: len(names)] == [f"tiny: {name}" for name in names]
+    assert asked.count("tiny: metavd") == pace(TINY, quick=False).repetitions
+    assert asked.count("tiny: loop") == 1
+    assert any("loop failed: broken" in text for text in said)
+    (workload,) = found["workloads"]
+    assert [each["name"] for each in workload["variants"]] == names
+    assert found["curves"] == {}
+    assert json.dumps(found), "plain values alone"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (
+            ["--device", "cpu", "--only", "cifra"],
+            "there is no workload or curve 'cifra' on cpu; choose from cifar, tiny",
+        ),
+        (["--device", "cpu", "--only", "paper"], "no workload or curve 'paper' on cpu"),
+        (["--device", "cpu", "--set", "chunks=3"], "there is no setting 'chunks'"),
+        (["--device", "cpu", "--pfl-python", "/no/such"], "/no/such is no Python interpreter"),
+        (["--device", "cpu", "--flower-python", sys.executable], "cannot import flwr, ray"),
+        (["--device", "tpu"], "tpu"),
+        (["--render"], "--page names none"),
+    ],
+)
+def test_wrong_input_is_one_sentence(arguments, wanted, capsys, monkeypatch):
+    """Law: exit status 2, one line that says what would be right."""
+    if "--flower-python" in arguments:
+        monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: type("No", (), {"returncode": 1}))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert wanted in said
+    assert "\n" not in said
+
+
+def test_without_a_gpu_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BenchError, match="no CUDA GPU here; use --device cpu"):
+        bench("cuda")
+
+
+def test_the_command_prints_stores_and_writes(monkeypatch, tmp_path: Path, capsys):
+    """The whole command, with nothing measured: a table, JSON where --json says, a page beside."""
+    fake(monkeypatch)
+    store, page = tmp_path / "results" / "bench-cpu.json", tmp_path / "docs" / "performance.md"
+    arguments = ["--device", "cpu", "--only", "tiny,cohort", "--quick", "--json", str(store), "--page", str(page)]
+    main(["bench", *arguments])
+    shown = capsys.readouterr().out
+    assert "metavd" in shown
+    assert "s a round" in shown
+    assert json.loads(store.read_text())["quick"] is True
+    assert "## On a CPU" in page.read_text()
+    assert (tmp_path / "docs" / "performance_files" / "curves-cpu.svg").exists()
+    before = page.read_text()
+    page.unlink()
+    main(["bench", "--render", "--json", str(store), "--page", str(page)])
+    assert page.read_text() == before

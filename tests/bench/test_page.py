@@ -1,0 +1,121 @@
+"""The page: rendered from stored figures alone, each device's part kept when the other's is new."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metavd.bench.measure import OURS, BenchError
+from metavd.bench.page import merged, read, table, write_page
+
+
+def variant(name: str, seconds: float, **more: Any) -> dict[str, Any]:
+    return {"name": name, "round_s": seconds, "against_ours": seconds / 0.5, "images_s": 1000 / seconds, "tflops": 0.1,
+            "share": 0.83, "memory_mb": 469.4, **more}  # fmt: skip
+
+
+def found(device: str, **more: Any) -> dict[str, Any]:
+    extra = {"cuda_mb": 2048.0} if device == "cuda" else {}
+    point = {"round_s": 0.2, "images_s": 10.0, "tflops": 0.1, "memory_mb": 9.0, **extra}
+    return {
+        "device": device, "machine": f"a {device}", "threads": 2, "torch": "2.13", "python": "3.11", "version": "0.1",
+        "commit": "c0ffee", "date": "2026-01-01", "quick": False, "command": f"metavd bench --device {device}",
+        "peaks": {"float32": 1e11}, "curves": {"cohort": [{"value": value, **point} for value in (1, 1000)]},
+        "workloads": [{
+            "name": "tiny", "flops_image": 3e4, "images": 2000,
+            "variants": [
+                variant(OURS, 0.5, backend="vmap", precision="float32", **extra), variant("loop", 1.0, **extra),
+                {"name": "pfl", "error": "RuntimeError: no"},
+            ],
+        }],
+        **more,
+    }  # fmt: skip
+
+
+def stored(folder: Path, *devices: str, **more: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    for device in devices:
+        (folder / f"bench-{device}.json").write_text(json.dumps(found(device, **more)))
+    return folder
+
+
+def test_a_table_has_a_cell_for_every_heading():
+    for device in ("cpu", "cuda"):
+        rows = table(found(device)["workloads"][0])
+        assert len({len(row) for row in rows}) == 1
+        assert rows[1][:3] == ["metavd (vmap, float32)", "0.500", "1.00"]
+        assert rows[2][:3] == ["loop", "1.00", "2.00"]
+        assert rows[3][1] == "failed"
+        assert ("GPU MB" in rows[0]) == (device == "cuda")
+
+
+def test_each_device_keeps_its_part(tmp_path):
+    """Law: a new measurement on one device leaves the other's part to the letter."""
+    page, folder = tmp_path / "docs" / "performance.md", tmp_path / "results"
+    write_page(page, stored(folder, "cpu", "cuda"))
+    first = page.read_text()
+    write_page(page, stored(folder, "cuda", commit="beef"))
+    second = page.read_text()
+    assert first != second
+    cut = "## On a GPU"
+    assert first.partition(cut)[0] == second.partition(cut)[0]
+    assert "beef" in second.partition(cut)[2]
+
+
+def test_the_page_says_how_it_was_made(tmp_path):
+    page = tmp_path / "performance.md"
+    write_page(page, stored(tmp_path / "results", "cpu"))
+    text = page.read_text()
+    for word in (
+        "metavd bench --device cpu",
+        "c0ffee",
+        "a cpu",
+        "2026-01-01",
+        "pfl failed: RuntimeError: no",
+        "| loop |",
+    ):
+        assert word in text
+    assert "## On a GPU" not in text
+    picture = tmp_path / "performance_files" / "curves-cpu.svg"
+    assert picture.name in text
+    assert picture.read_text().lstrip().startswith("<?xml")
+
+
+def test_the_same_figures_give_the_same_files(tmp_path):
+    page = tmp_path / "performance.md"
+    folder = stored(tmp_path / "results", "cpu")
+    made = []
+    for _ in range(2):
+        write_page(page, folder)
+        made.append((page.read_bytes(), (tmp_path / "performance_files" / "curves-cpu.svg").read_bytes()))
+    assert made[0] == made[1]
+
+
+def test_without_curves_there_is_no_picture(tmp_path):
+    page = tmp_path / "performance.md"
+    write_page(page, stored(tmp_path / "results", "cpu", curves={}))
+    assert "![" not in page.read_text()
+    assert not (tmp_path / "performance_files").exists()
+
+
+def test_pieces_of_one_machine_and_commit_come_together():
+    """Law: what was measured anew replaces its like, the rest stays; another commit starts from nothing."""
+    old = found("cpu", curves={"cohort": [], "width": []})
+    new = found("cpu", curves={"cohort": [1]}, workloads=[{"name": "cifar"}])
+    both = merged(old, new)
+    assert [each["name"] for each in both["workloads"]] == ["tiny", "cifar"]
+    assert both["curves"] == {"cohort": [1], "width": []}
+    assert merged(both, new) == both
+    assert merged(old | {"commit": "beef"}, new) == new
+    assert merged({}, new) == new
+
+
+def test_nothing_or_nonsense_is_one_sentence(tmp_path):
+    with pytest.raises(BenchError, match="there are no figures in"):
+        write_page(tmp_path / "page.md", tmp_path)
+    (tmp_path / "bench-cpu.json").write_text("{")
+    with pytest.raises(BenchError, match=r"bench-cpu\.json holds no figures of a benchmark"):
+        read(tmp_path)

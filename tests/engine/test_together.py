@@ -1,0 +1,71 @@
+"""The cohort's steps under vmap on a CPU: the very steps of the loop, and none for a client that is done."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from metavd import methods
+from metavd.data.cohort import choose
+from metavd.data.source import Source, arrays
+from metavd.engine.backend import loop
+from metavd.engine.simulate import mapped
+from metavd.engine.together import together
+from metavd.experiment.run import Experiment, Setup, prepare, start
+
+CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
+
+
+def squares(rows: int = 400) -> Source:
+    """Small photographs, augmented."""
+    y = np.arange(rows) % 4
+    noise = np.random.RandomState(0).randint(0, 60, (rows, 3, 8, 8))
+    return arrays((noise + 40 * y[:, None, None, None]).astype(np.uint8), y, name="squares", augment=True)
+
+
+def setup_of(method: str, partition: str = "quantity:1.0") -> Setup:
+    options = {key: value for key, value in CHEAP.items() if key in methods.options_of(method)}
+    experiment = Experiment(
+        method=method, partition=partition, dtype="float64", backend="vmap", options=options, device="cpu",
+        clients=8, unseen=0, cohort=5, rounds=4, model="small-cnn", width=4,
+    )  # fmt: skip
+    return prepare(experiment, squares())
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml", "perfedavg+metavd", "fedprox"])
+@pytest.mark.parametrize("partition", ["quantity:1.0", "iid"])
+def test_the_same_as_the_loop(method: str, partition: str, chunk: int) -> None:
+    """Parity: parameters and losses of a cohort, ragged or not, in chunks or not, agree with the loop's to rounding."""
+    setup = setup_of(method, partition)
+    assert setup.trainer is not None
+    state = start(setup)
+    cohort = choose(state.key, 0, 8, 5)
+    with torch.no_grad():
+        one, losses = mapped(loop)(setup.algorithm, setup.pool, state, cohort)
+        two, others = together(chunk)(setup.algorithm, setup.pool, state, cohort)
+    assert set(one) == set(two)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(others, losses, rtol=1e-12, atol=1e-12)
+
+
+def test_a_client_that_is_done_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed form: step s is taken by just those clients that have more than s steps, and together by all."""
+    setup = setup_of("fedavg")
+    taken: list[int] = []
+    many = type(setup.pool).many
+
+    def counting(pool: object, rows: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        taken.append(len(rows))
+        return many(pool, rows, keys)
+
+    monkeypatch.setattr(type(setup.pool), "many", counting)
+    state = start(setup)
+    cohort = choose(state.key, 0, 8, 5)
+    with torch.no_grad():
+        together()(setup.algorithm, setup.pool, state, cohort)
+    steps = [2 * -(-len(setup.pool.federation.train[client]) // 16) for client in cohort.tolist()]
+    assert len(set(steps)) > 1, "the cohort is ragged"
+    assert taken == [sum(own > step for own in steps) for step in range(max(steps))]

@@ -1,0 +1,46 @@
+"""A run config is checked at once, and says in one sentence what would be right."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from metavd.flower.config import OPTIONS, FederationError, Plan, app_toml, plan
+from metavd.methods import MethodError
+
+
+def test_the_app_lists_every_key_and_holds_no_code():
+    app = tomllib.loads(app_toml(rounds=7))["tool"]["flwr"]["app"]
+    assert set(app["config"]) == {option.name for option in OPTIONS}
+    assert app["config"]["rounds"] == 7
+    assert app["components"] == {"serverapp": "metavd.flower.server:app", "clientapp": "metavd.flower.client:app"}
+    assert [option.name.replace("-", "_") for option in OPTIONS] == [field.name for field in fields(Plan)]
+
+
+def test_defaults_are_a_sound_plan():
+    default = plan({})
+    assert (default.needed(3), default.asked(3)) == (2, 3)
+    assert plan({"quorum": 2, "cohort": 0.5}).needed(9) == 2
+    assert plan({"cohort": 0.5}).asked(3) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"metod": "fedavg"}, "there is no run config key 'metod'; did you mean method?"),
+        ({"method": "fedavgg"}, "unknown method 'fedavgg'; did you mean fedavg"),
+        ({"rounds": 0}, "option rounds is 0, but must lie between 1 and"),
+        ({"round-timeout": "soon"}, "option round-timeout is 'soon', but must be a number"),
+        ({"identity": "ip"}, "option identity is 'ip', but must be one of key, name"),
+        ({"set": "beta"}, "set has 'beta', but needs key=value"),
+        ({"set": "betta=2"}, "there is no setting 'betta' for reptile\\+metavd; did you mean"),
+        ({"set": "rounds=3"}, "set has rounds=3, but it has a run config key of its own"),
+        ({"set": "lost=0.5"}, "set has lost=0.5, but it makes simulated clients fail"),
+        ({"set": "'x"}, 'set is "\'x", which cannot be read'),
+    ],
+)
+def test_what_is_wrong_is_said(config, sentence):
+    with pytest.raises((FederationError, MethodError, ValueError), match=sentence):
+        plan(config)

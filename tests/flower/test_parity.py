@@ -1,0 +1,83 @@
+"""Parity: a federation gives the same bits as the simulator, for every method, whatever the order of arrival."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import metavd
+from metavd import methods
+from metavd.flower.config import FederationError, plan
+
+from .conftest import SMALL, FakeGrid, shares
+
+
+def simulated(method: str, text: str, rounds: int = 2, **settings: object) -> dict[str, object]:
+    pairs = dict(word.split("=") for word in text.split())
+    common = {"clients": 3, "cohort": 3, "rounds": rounds, "backend": "loop"}
+    return metavd.run(method=method, **(common | pairs | settings))
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("fedavg", "unseen=0"),
+        ("reptile+metavd", "unseen=0"),
+        ("maml+metavd+dp", "unseen=0 drop_from=1 threshold=0.1"),
+    ],
+)
+def test_the_weights_are_the_simulators(federate, method, text):
+    """Same seed, same data: equal to the last bit, with the default network, also where weights are dropped."""
+    result = federate(FakeGrid(shares(3)), method=method, set=text)
+    wanted = simulated(method, text)
+    assert result["model_sha256"] == wanted["model_sha256"]
+    assert result["test"]["accuracy"] == pytest.approx(wanted["test"]["accuracy"], abs=1e-12)
+    assert result["test"]["ece_top1"] == pytest.approx(wanted["test"]["ece_top1"], abs=1e-12)
+    if "dp" in method:
+        assert result["sparsity"]["layer"] > 0.2
+        assert result["bytes"]["up"] < 0.95 * result["bytes"]["dense_up"]
+
+
+OTHERS = [name for name in methods.NAMES if not name.startswith("fedbe")]
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_every_method_runs_as_in_the_simulator(federate, method):
+    """All methods of `metavd methods` but fedbe, which needs rows of the server's own."""
+    text = f"{SMALL} drop_from=0 threshold=0.3" if method.endswith("+dp") else SMALL
+    text = text.replace("local_epochs=1", "chains=2 sweeps=1 limit=40") if method == "pfedgp" else text
+    result = federate(FakeGrid(shares(3)), method=method, set=text)
+    assert result["model_sha256"] == simulated(method, text)["model_sha256"]
+
+
+def test_fedbe_says_what_it_needs_and_runs_with_it(federate, tmp_path: Path):
+    with pytest.raises(FederationError, match="name rows of the server's own with server-data"):
+        plan({"method": "fedbe"})
+    plain = federate(FakeGrid(shares(3)), method="fedavg", out=str(tmp_path / "plain"))
+    result = federate(FakeGrid(shares(3)), method="fedbe", set=f"{SMALL} distill_steps=4", **{"server-data": "digits"})
+    assert result["trained_rounds"] == 2
+    assert result["model_sha256"] != plain["model_sha256"]
+
+
+def test_methods_that_need_others_rows_are_refused():
+    with pytest.raises(FederationError, match="extra_points is 40, but it gives a client rows of other clients"):
+        plan({"method": "pfedgp", "set": "extra_points=40"})
+
+
+def test_a_share_of_the_clients_is_asked_as_in_the_simulator(federate, tmp_path: Path):
+    """cohort: the same clients are drawn in the same rounds."""
+    result = federate(FakeGrid(shares(6)), method="reptile", clients=6, cohort=2, rounds=4)
+    text = SMALL
+    assert result["model_sha256"] == simulated("reptile", text, rounds=4, clients=6, cohort=2)["model_sha256"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert [len(line["cohort"]) for line in lines] == [2, 2, 2, 2]
+
+
+def test_half_precision_halves_the_bytes(federate, tmp_path: Path):
+    whole = federate(FakeGrid(shares(3)), method="reptile+metavd")
+    half = federate(FakeGrid(shares(3)), method="reptile+metavd", half=True, out=str(tmp_path / "half"))
+    assert half["bytes"]["up"] < 0.6 * whole["bytes"]["up"]
+    assert half["bytes"]["down"] < 0.6 * whole["bytes"]["down"]
+    assert abs(half["test"]["nll"] - whole["test"]["nll"]) < 0.1

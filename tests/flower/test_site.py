@@ -1,0 +1,202 @@
+"""A site's rows: read where they are, alike for all, and never sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from PIL import Image
+
+import metavd
+from metavd.data.source import digits, moments
+from metavd.evaluate.metrics import CLIENT_FIGURES
+from metavd.flower.config import FederationError
+from metavd.flower.site import Look, agree, look, read_look, write_look
+from metavd.wire import decode
+
+from .conftest import SMALL, FakeGrid, Node, shares
+
+
+@pytest.fixture
+def three_sites(tmp_path: Path) -> dict[int, Node]:
+    """Digits at three sites, none of which has all classes, as .npz files."""
+    source = digits()
+    nodes = {}
+    for i in range(3):
+        rows = np.flatnonzero((source.y % 3 != i) & (np.arange(len(source.y)) % 3 == i))
+        path = tmp_path / f"site {i}.npz"
+        np.savez(path, images=source.x[rows, 0], labels=source.y[rows])
+        nodes[50 - i] = Node({"data": f"npz:{path}", "name": f"site {i}"}, key=b"abc"[i : i + 1])
+    return nodes
+
+
+def test_sites_with_their_own_files_train_together(federate, three_sites, tmp_path):
+    """No site has all classes or knows how many there are; the federation does, and learns them."""
+    settings = {"data": "", "clients": 0, "rounds": 6, "set": "model=mlp width=32 lr=0.1 local_epochs=3"}
+    result = federate(FakeGrid(three_sites), method="reptile", **settings)
+    assert result["data"] == "sites"
+    assert result["clients"] == 3
+    assert result["test"]["accuracy"] > 0.8
+    assert metavd.flower.registry.load(tmp_path / "run" / "registry.json").rows == 3
+
+
+def test_the_numbers_that_sites_agree_on_are_those_of_all_rows(three_sites):
+    """Mean and standard deviation from the sites' own are those of their rows together."""
+    looks = {node.config["name"]: look(node.config) for node in three_sites.values()}
+    takes, classes = agree(looks)
+    x = np.concatenate([np.load(node.config["data"][4:])["images"] for node in three_sites.values()])
+    mean, std = moments(x[:, None])
+    assert takes.mean == pytest.approx([mean[0] / 255])
+    assert takes.std == pytest.approx([std[0] / 255])
+    assert (takes.x.shape[1:], takes.num_classes, classes) == ((1, 8, 8), 10, [str(i) for i in range(10)])
+
+
+def test_folders_are_joined_by_the_names_of_their_classes(tmp_path, federate):
+    """A site that lacks a class still gives the others the numbers that all use."""
+    generator = np.random.default_rng(0)
+    held = {"a": ("cat", "dog"), "b": ("cat", "emu")}
+    for site, names in held.items():
+        for name in names:
+            (tmp_path / site / name).mkdir(parents=True)
+            for i in range(12):
+                image = generator.integers(0, 60, (8, 8)) + 60 * ("cat", "dog", "emu").index(name)
+                Image.fromarray(image.astype(np.uint8)).save(tmp_path / site / name / f"{i}.png")
+    nodes = {
+        i: Node({"data": f"folder:{tmp_path / site}", "name": site}, key=site.encode()) for i, site in enumerate(held)
+    }
+    _, classes = agree({node.config["name"]: look(node.config) for node in nodes.values()})
+    assert classes == ["cat", "dog", "emu"]
+    settings = {"data": "", "clients": 2, "rounds": 4, "set": "model=mlp width=16 lr=0.1"}
+    assert federate(FakeGrid(nodes), method="fedavg", **settings)["test"]["accuracy"] > 0.6
+
+
+LOOK = Look(10, (1, 8, 8), "uint8", 3, (), (0.5,), (0.2,), 1 / 255, False)
+
+
+def test_sites_that_do_not_fit_are_named():
+    other = Look(10, (3, 8, 8), "uint8", 3, (), (0.5,) * 3, (0.2,) * 3, 1 / 255, False)
+    with pytest.raises(FederationError, match=r"a has rows of shape \(1, 8, 8\) .* but b of \(3, 8, 8\)"):
+        agree({"b": other, "a": LOOK})
+    with pytest.raises(FederationError, match="classes is 2, but a site has label 2"):
+        agree({"a": LOOK}, classes=2)
+    assert agree({"a": LOOK}, classes=7)[0].num_classes == 7
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": 1}', write_look(LOOK).replace("0.5", "NaN")])
+def test_what_a_site_says_is_checked(text):
+    with pytest.raises(FederationError, match="what the site says of its rows cannot be read"):
+        read_look(text)
+    assert read_look(write_look(LOOK)) == LOOK
+
+
+@pytest.mark.parametrize(
+    ("node", "sentence"),
+    [
+        ({}, "this node has no data; start it with --node-config"),
+        ({"data": "digits+mnist"}, "names 2 datasets, but a site holds one"),
+    ],
+)
+def test_a_node_without_usable_data_says_what_would_be_right(node, sentence):
+    with pytest.raises(FederationError, match=sentence):
+        look(node)
+
+
+# --- what leaves a site ----------------------------------------------------------------------------------------------
+
+
+def bytes_of(message: Message) -> bytes:
+    """Everything of a message that is sent: all its objects as Flower writes them."""
+    return b"".join(each.deflate() for each in get_all_nested_objects(message).values())
+
+
+def windows(row: np.ndarray) -> Iterator[bytes]:
+    """A row as it may look in memory: raw, normalised, in three types, whole and in halves."""
+    flat = row.reshape(-1)
+    normal = (flat / 16 - 0.305260) / 0.376049
+    for values in (flat, normal):
+        for dtype in (np.uint8, np.float16, np.float32, np.float64):
+            if dtype == np.uint8 and values is normal:
+                continue
+            data = values.astype(dtype).tobytes()
+            yield data
+            yield data[: len(data) // 2]
+            yield data[len(data) // 2 :]
+
+
+ALLOWED = {
+    "params": ArrayRecord, "reply": ConfigRecord, "metrics": MetricRecord,
+}  # fmt: skip
+METRICS = {
+    "rows", "loss", "seconds", "train_size", "test_size", "bin_count", "bin_confidence", "bin_accuracy",
+    *CLIENT_FIGURES,
+}  # fmt: skip
+
+
+def leaks(message: Message, rows: np.ndarray) -> list[str]:
+    """Return what a message gives away: rows in its bytes, or records that are neither weights nor numbers."""
+    data = bytes_of(message)
+    found = [f"row {i}" for i, row in enumerate(rows) if any(each in data for each in windows(row))]
+    for name, record in message.content.items():
+        if type(record) is not ALLOWED.get(name):
+            found.append(name)
+    found += [name for name in message.content["metrics"] if name not in METRICS]
+    about = {"protocol", "round"} if message.metadata.message_type != MessageType.QUERY else {
+        "protocol", "round", "name", "trains", "partition", "look",
+    }  # fmt: skip
+    return found + [name for name in message.content["reply"] if name not in about]
+
+
+def test_no_row_leaves_a_site(federate, three_sites):
+    """Every byte that left three sites in a whole run, read: weights, rates, counts and figures, and nothing else."""
+    grid = FakeGrid(three_sites)
+    settings = {"data": "", "clients": 3, "rounds": 2, "set": "model=mlp width=8"}
+    federate(grid, method="reptile+metavd+dp", **settings)
+    for node in three_sites.values():
+        rows = np.load(node.config["data"][4:])["images"]
+        kinds = [message.metadata.message_type for message in node.sent]
+        assert kinds == [MessageType.QUERY, MessageType.TRAIN, MessageType.TRAIN, MessageType.EVALUATE]
+        for message in node.sent:
+            assert leaks(message, rows) == []
+            if message.metadata.message_type == MessageType.TRAIN:
+                received = next(m for m in grid.received if m.metadata.message_type == MessageType.TRAIN)
+                names = set(decode(bytes(received.content["params"]["params"].data)))
+                sent = bytes(message.content["params"]["params"].data)
+                masks = decode(bytes(received.content["params"]["params"].data))
+                assert set(decode(sent, masks=masks)) == names
+
+
+def test_a_row_that_leaves_is_found(federate, three_sites, monkeypatch):
+    """The test above can fail: a client that hides a row in its weights is caught."""
+    from metavd.flower import client
+
+    honest = client.encode
+
+    def hiding(params, **how):
+        rows = np.load(three_sites[50].config["data"][4:])["images"]
+        weight = params["fc0.weight"].clone()
+        normal = (rows[3].reshape(-1) / 16 - 0.305260) / 0.376049
+        weight.view(-1)[:64] = torch.from_numpy(normal.astype(np.float32))
+        return honest(params | {"fc0.weight": weight}, **how)
+
+    monkeypatch.setattr(client, "encode", hiding)
+    grid = FakeGrid(three_sites)
+    federate(grid, method="reptile", data="", clients=3, rounds=1, set="model=mlp width=8")
+    rows = np.load(three_sites[50].config["data"][4:])["images"]
+    assert [leaks(message, rows) for message in three_sites[50].sent] == [[], ["row 3"], []]
+
+
+def test_the_server_cannot_choose_what_a_site_reads(federate, tmp_path):
+    """A run's dataset is for nodes that hold shares; a site with data of its own reads that and nothing else."""
+    (tmp_path / "secret.npz").write_bytes(b"")
+    nodes = shares(2) | {7: Node({"partition-id": 2, "data": f"npz:{tmp_path / 'own.npz'}"}, key=b"k")}
+    source = digits()
+    np.savez(tmp_path / "own.npz", images=source.x[:90, 0], labels=source.y[:90])
+    federate(FakeGrid(nodes), method="fedavg", set=SMALL)
+    sizes = [m.content["metrics"]["rows"] for m in nodes[7].sent if m.metadata.message_type == MessageType.TRAIN]
+    assert sizes
+    assert max(sizes) < 90
