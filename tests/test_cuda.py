@@ -10,7 +10,13 @@ import metavd
 from metavd import methods
 from metavd.core import rng
 from metavd.data.augment import crop_and_flip
-from metavd.data.source import arrays
+from metavd.data.cohort import choose
+from metavd.data.source import Source, arrays
+from metavd.engine import stepped
+from metavd.engine.checkpoint import state_hash
+from metavd.engine.graph import captured
+from metavd.engine.simulate import train_round
+from metavd.experiment.run import Experiment, prepare, rounds_of, start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -54,10 +60,7 @@ def test_every_method_agrees(method: str) -> None:
 @pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml+metavd+dp"])
 def test_convolutions_and_augmentation_agree(method: str) -> None:
     """Parity on pictures: convolutions, crops and flips included."""
-    y = np.arange(240) % 4
-    noise = np.random.RandomState(0).randint(0, 60, (240, 3, 16, 16))
-    data = arrays((noise + 40 * y[:, None, None, None]).astype(np.uint8), y, name="squares", augment=True)
-    settings = TINY | {"source": data, "partition": "iid", "model": "small-cnn", "batch": 16, "method": method}
+    settings = TINY | {"source": pictures(), "partition": "iid", "model": "small-cnn", "batch": 16, "method": method}
     found = [metavd.run(device=device, **settings) for device in ("cpu", "cuda")]
     assert found[1]["test"]["nll"] == pytest.approx(found[0]["test"]["nll"], rel=1e-8)
 
@@ -66,3 +69,105 @@ def test_a_run_on_the_gpu_repeats_itself() -> None:
     """Law: the same run gives the same bits again."""
     settings = TINY | {"method": "reptile+metavd", "dtype": "float32", "device": "cuda"}
     assert metavd.run(**settings)["model_sha256"] == metavd.run(**settings)["model_sha256"]
+
+
+def pictures(rows: int = 240) -> Source:
+    """Small photographs of four kinds, augmented."""
+    y = np.arange(rows) % 4
+    noise = np.random.RandomState(0).randint(0, 60, (rows, 3, 16, 16))
+    return arrays((noise + 40 * y[:, None, None, None]).astype(np.uint8), y, name="squares", augment=True)
+
+
+PICTURES = {"clients": 6, "unseen": 2, "cohort": 4, "rounds": 4, "width": 16, "model": "small-cnn", "batch": 16,
+            "local_epochs": 2, "partition": "quantity:1.0", "device": "cuda"}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml", "perfedavg+metavd"])
+def test_exact_blocks_agree_with_the_cpu(method: str) -> None:
+    """Parity in float32: fused blocks, fused steps and graphs give the CPU's answers to a few thousandths."""
+    settings = PICTURES | {"method": method, "source": pictures()}
+    there = metavd.run(precision="exact", **settings)
+    here = metavd.run(**settings | {"device": "cpu"})
+    assert there["test"]["nll"] == pytest.approx(here["test"]["nll"], rel=5e-3)
+
+
+@pytest.mark.parametrize("precision", ["exact", "tf32", "bf16"])
+def test_pictures_repeat_themselves(precision: str) -> None:
+    """Law: the same bits every time, in every precision: no kernel adds in the order in which it happens to run."""
+    settings = PICTURES | {"method": "reptile+metavd", "source": pictures(), "precision": precision}
+    assert metavd.run(**settings)["model_sha256"] == metavd.run(**settings)["model_sha256"]
+
+
+def test_short_products_are_close() -> None:
+    """Closed form: eight or ten bits of mantissa move the loss of a few rounds by some hundredths, not more."""
+    found = [
+        metavd.run(method="fedavg", source=pictures(), precision=precision, **PICTURES)["test"]["nll"]
+        for precision in ("exact", "tf32", "bf16")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+    assert found[2] == pytest.approx(found[0], rel=0.10)
+
+
+def test_rounds_ahead_are_the_same_rounds() -> None:
+    """Law: a generator that starts the next round before it yields this one yields what single rounds give."""
+    experiment = Experiment(method="reptile+metavd", options={"batch": 16, "local_epochs": 1}, **_without(PICTURES))
+    setup = prepare(experiment, pictures())
+    states = [state for state, _ in rounds_of(setup, start(setup))]
+    one = start(setup)
+    for done, ahead in enumerate(states):
+        cohort = choose(one.key.cpu(), done, 6, 4)
+        with torch.no_grad():
+            one, _ = train_round(setup.algorithm, setup.pool, one, cohort, setup.backend, trainer=setup.trainer)
+        assert state_hash(one) == state_hash(ahead)
+
+
+def _without(settings: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if name not in {"batch", "local_epochs"}}
+
+
+def test_graphs_of_functions() -> None:
+    """Law: a captured function gives what the function gives; one that asks the device is left alone."""
+    calls = []
+
+    def function(tree: dict[str, torch.Tensor], by: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return {name: value * by + 1.0 for name, value in tree.items()}
+
+    graph = captured(function)
+    for size in (3, 3, 3, 5, 3, 5, 5):
+        tree = {"a": torch.randn(size, device="cuda"), "b": torch.randn(2, size, device="cuda")}
+        by = torch.randn((), device="cuda")
+        found = graph(tree, by)
+        assert all(torch.equal(found[name], value * by + 1.0) for name, value in tree.items())
+    assert len(calls) == 2 * 3, "as it is, warm-up and capture; from then on replayed"
+    asking = captured(lambda x: x * float(x.sum()))
+    for _ in range(3):
+        x = torch.randn(4, device="cuda")
+        assert torch.equal(asking(x), x * float(x.sum()))
+
+
+def test_a_cohort_that_does_not_fit_is_trained_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: memory that runs out halves the part, and the run ends where it would have ended."""
+    settings = PICTURES | {"method": "fedavg", "source": pictures(), "precision": "exact"}
+    whole = metavd.run(**settings)
+    original = stepped._train
+
+    def scarce(algorithm: object, pool: object, state: object, who: tuple, kept: list, *, capture: bool) -> object:
+        if len(who[0]) > 2:
+            raise torch.cuda.OutOfMemoryError("not today")
+        return original(algorithm, pool, state, who, kept, capture=capture)
+
+    monkeypatch.setattr(stepped, "_train", scarce)
+    parts = metavd.run(**settings)
+    assert parts["test"]["nll"] == pytest.approx(whole["test"]["nll"], rel=1e-3)
+
+
+def test_a_thousand_clients_at_once() -> None:
+    """Law: numbers of clients beyond those with a graph of their own share one, and agree with the loop."""
+    y = np.arange(4000) % 4
+    x = np.random.RandomState(0).randn(4000, 8).astype(np.float32) + y[:, None]
+    settings = {"method": "fedavg", "source": arrays(x, y, name="rows"), "clients": 1000, "unseen": 0, "cohort": 1000,
+                "rounds": 2, "width": 8, "batch": 2, "local_epochs": 1, "partition": "quantity:1.0", "dtype": "float64",
+                "device": "cuda"}  # fmt: skip
+    found = [metavd.run(backend=backend, **settings)["test"]["nll"] for backend in ("vmap", "loop")]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)

@@ -17,6 +17,7 @@ from metavd.bench.measure import (
     Variant,
     bench,
     call,
+    checked,
     figures,
     order_of,
     pace,
@@ -106,6 +107,14 @@ def test_what_ends_a_process_is_its_error():
     found = call(Variant("nothing", "no_such_module"), order())
     assert found.keys() == {"error"}
     assert "no_such_module" in found["error"]
+
+
+@pytest.mark.parametrize(("trained", "sound"), [([40, 40], True), ([40, 0], False), ([40], False)])
+def test_a_framework_that_did_not_do_the_work_has_no_time(trained, sound):
+    """Law: rounds in which clients failed without a word are an error, not fast rounds."""
+    found = answer(1.0, 1.0, trained=trained)
+    assert (checked(found, order()) == found) == sound
+    assert ("error" in checked(found, order())) != sound
 
 
 def test_a_process_that_takes_too_long_is_ended(monkeypatch):

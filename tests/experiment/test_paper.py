@@ -39,8 +39,8 @@ def fake(settings: Mapping[str, Any], test: float = 0.5, unseen: float = 0.4) ->
         "method": settings["method"], "data": settings["data"], "seed": settings["seed"], "rounds": settings["rounds"],
         "test": part(test, 0.0196), "unseen": part(unseen, 0.0392), "gap": unseen - test,
         "sparsity": {"layer": 0.0, "model": 0.0}, "bytes": {"down": 1, "up": 2}, "seconds": 1.0,
-        "spec": "0" * 12, "model_sha256": "0" * 64, "device": "cpu", "machine": "a machine", "commit": "c0ffee",
-        "version": "0", "torch": "2", "python": "3",
+        "spec": "0" * 12, "model_sha256": "0" * 64, "device": "cpu", "precision": "exact",
+        "machine": "a machine", "commit": "c0ffee", "version": "0", "torch": "2", "python": "3",
     }  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def test_every_option_is_said_to_the_run(tmp_path: Path, runs: Runs) -> None:
     assert asked["variant"] == "default"
     assert asked["seed"] == 777
     assert asked["device"] == "cpu"
-    assert asked["eval_every"] == 20
+    assert asked["eval_every"] == 50
 
 
 def test_seeds_are_run_one_after_the_other(tmp_path: Path, runs: Runs) -> None:

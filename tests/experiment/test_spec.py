@@ -79,7 +79,8 @@ def test_defaults_of_digits() -> None:
     assert e.options["batch"] == FORMATS["digits"].defaults["batch"]
     assert e.device in {"cpu", "cuda"}
     assert e.backend == ("auto" if e.device == "cpu" else "vmap"), "on a CPU the network decides"
-    assert min(e.eval_every, e.checkpoint_every, e.chunk) > 0
+    assert min(e.eval_every, e.checkpoint_every) > 0
+    assert e.chunk == 0, "as many clients at once as the memory holds"
 
 
 def test_own_settings_win_over_the_dataset_s() -> None:

@@ -470,7 +470,7 @@ def test_folders_that_cannot_be_a_study_are_refused(source, tmp_path):
     ("settings", "how", "says"),
     [
         ({}, {"trials": 0}, "trials is 0"),
-        ({}, {"jobs": 0}, "jobs is 0"),
+        ({}, {"jobs": -1}, "jobs is -1"),
         ({"valid": 0.01}, {}, "leaves nobody a validation row"),
         ({"by": "clients", "clients": 1, "cohort": 1}, {}, "clients is 1"),
         ({"search": {"cohort": "2,9"}}, {}, "cohort is 9"),

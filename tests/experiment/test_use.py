@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from metavd.data.cohort import pool
 from metavd.data.source import Source, arrays, digits
 from metavd.engine.backend import loop
 from metavd.evaluate.metrics import ClientResult
@@ -336,7 +337,7 @@ def test_a_domain_gives_labels_and_looks(two: Trained) -> None:
     assert source.domain is not None
     mine = federation.train[4][source.domain[federation.train[4]] == 1]
     held = replace(federation, train=(*federation.train[:4], mine, federation.train[5]))
-    only = replace(two, setup=replace(two.setup, pool=two.setup.pool._replace(federation=held)))
+    only = replace(two, setup=replace(two.setup, pool=pool(held, "cpu", two.setup.pool.dtype)))
     own = personalize(two, (source.x[mine], source.y[mine] - 10), domain="two")
     rows = federation.test[4]
     second = source.domain[rows] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,14 @@ def test_the_app_lists_every_key_and_holds_no_code():
     assert app["config"]["rounds"] == 7
     assert app["components"] == {"serverapp": "metavd.flower.server:app", "clientapp": "metavd.flower.client:app"}
     assert [option.name.replace("-", "_") for option in OPTIONS] == [field.name for field in fields(Plan)]
+
+
+def test_the_documentation_has_every_key_as_it_is():
+    """The table of docs/federation.md is that of the code."""
+    page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text()
+    for option in OPTIONS:
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{option.name}` |"))
+        assert line.endswith(f"| {option.help} |")
 
 
 def test_defaults_are_a_sound_plan():

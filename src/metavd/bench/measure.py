@@ -120,7 +120,15 @@ def call(variant: Variant, order: Order) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(lines[-1])
     found["start_s"] = time.perf_counter() - began - sum(found["seconds"])
     found["memory_mb"] = max(most, found["memory_mb"])
-    return found
+    return checked(found, order)
+
+
+def checked(found: dict[str, Any], order: Order) -> dict[str, Any]:
+    """Return what a process found, or an error where its rounds did not do the work: then its times mean nothing."""
+    wanted = order.images()[: len(found["seconds"])]
+    if found.get("trained", wanted) == wanted:
+        return found
+    return {"error": f"its rounds trained on {found['trained']} images, not on {wanted}"}
 
 
 @contextmanager

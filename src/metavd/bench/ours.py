@@ -12,6 +12,7 @@ import torch
 from ..core import rng
 from ..data.cohort import choose
 from ..data.source import arrays
+from ..engine.simulate import Record
 from ..experiment.run import Setup, prepare, rounds_of, start, using
 from ..experiment.spec import Experiment, with_settings
 from .plain import images
@@ -52,7 +53,16 @@ def main() -> None:
     setup = setup_of(order.work, order.device, dict(order.settings))
     with using(setup):
         steps = rounds_of(setup, start(setup))
-        found = timed(order, lambda _: next(steps)[1].loss, time.perf_counter)
+        records: list[Record] = []
+
+        def round(_: int) -> float | None:
+            records.append(next(steps)[1])
+            return records[-1].loss
+
+        found = timed(order, round, time.perf_counter)
+    sizes = [len(rows) for rows in setup.pool.federation.train]
+    timed_records = records[order.warm_up :]
+    found["trained"] = [order.work.epochs * sum(sizes[client] for client in each.cohort) for each in timed_records]
     found["backend"] = setup.experiment.backend
     found["precision"] = getattr(setup.experiment, "precision", setup.experiment.dtype)
     found["memory_mb"] = peak_mb()

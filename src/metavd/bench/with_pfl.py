@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -28,11 +28,14 @@ class Net(nn.Module):
         super().__init__()
         self.body = network(order.work)
         self.order = order
+        self.seen = 0
+        """Images that a loss was taken of."""
         if order.tuned:
             self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of stored images; pfl hands over all arrays as floats."""
+        self.seen += len(y)
         return functional.cross_entropy(self.body(prepared(x, self.order.work, tuned=self.order.tuned)), y.long())
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
@@ -47,11 +50,12 @@ def main() -> None:
     order = from_json(sys.stdin.read())
     os.environ["PFL_PYTORCH_DEVICE"] = order.device
     torch.manual_seed(0)
-    print(json.dumps({"seconds": rounds(order), "memory_mb": peak_mb()}))
+    seconds, trained = rounds(order)
+    print(json.dumps({"seconds": seconds, "trained": trained, "memory_mb": peak_mb()}))
 
 
-def rounds(order: Order) -> list[float]:
-    """Return the seconds of each timed round."""
+def rounds(order: Order) -> tuple[list[float], list[int]]:
+    """Return the seconds of each timed round, and the images that it trained on."""
     from pfl.aggregate.simulate import SimulatedBackend  # noqa: PLC0415
     from pfl.aggregate.weighting import WeightByDatapoints  # noqa: PLC0415
     from pfl.algorithm.base import NNAlgorithmParams  # noqa: PLC0415
@@ -69,11 +73,13 @@ def rounds(order: Order) -> list[float]:
     asked = cycle(client for cohort in order.cohorts for client in cohort)
     data = FederatedDataset(lambda client: Dataset([x[held[client]], y[held[client]]], user_id=str(client)),
                             lambda: next(asked))  # fmt: skip
-    ends = []
+    ends: list[float] = []
+    seen: list[int] = []
 
     class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, *_: Any, **__: Any) -> tuple[bool, Metrics]:
             ends.append(time.perf_counter())
+            seen.append(net.seen)
             timed = len(ends) - 1 - order.warm_up
             late = timed >= 2 and ends[-1] - ends[order.warm_up] > order.budget
             return timed >= order.rounds or late, Metrics()
@@ -95,7 +101,8 @@ def rounds(order: Order) -> list[float]:
         send_metrics_to_platform=False,
     )
     # The first round evaluates, whatever the frequency; it is one more of warm-up.
-    return [after - before for before, after in zip(ends[order.warm_up :], ends[order.warm_up + 1 :], strict=False)]
+    seconds, trained = ([after - before for before, after in pairwise(each[order.warm_up :])] for each in (ends, seen))
+    return seconds, [int(count) for count in trained]
 
 
 if __name__ == "__main__":

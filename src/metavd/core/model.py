@@ -102,7 +102,8 @@ class _NoisyConv2d(_Noisy, nn.Conv2d):
         return super().plain(x, weight)
 
     def after(self, out: Tensor) -> Tensor:
-        return functional.max_pool2d(functional.relu(out), 2) if self.pooled else out
+        # In this order, which gives the same bits, the ReLU has a quarter of the work.
+        return functional.relu(functional.max_pool2d(out, 2)) if self.pooled else out
 
     def noise_scale(self) -> Tensor:
         # A grouped convolution's weight knows the channels of one group; the groups share their rates.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import tree, wire
 from ..core import rng
+from ..core.local import FIXED
 from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Update
 from ..data.cohort import TRAIN, Pool, arriving, batches, choose, over
 from ..tree import Params
@@ -113,8 +114,7 @@ def _begin(
         if not _finite([*answered.values(), *new.params.values()]):
             check_finite(answered, done + 1, cohort)
             check_finite(new.params, done + 1, None)
-        sent = adapted | {name: value.cpu() for name, value in adapted.items() if name.endswith(".mask")}
-        traffic = [wire.traffic(tree.unstack(sent, i)) for i in range(len(cohort))]
+        traffic = _traffic(adapted, len(cohort))
         return Record(
             round=done + 1,
             cohort=cohort.tolist(),
@@ -129,9 +129,20 @@ def _begin(
     return new, finish
 
 
+def _traffic(adapted: Params, count: int) -> list[wire.Traffic]:
+    """Return what each of so many clients received and sends; without masks it is the same for all."""
+    masks = {name: value.cpu() for name, value in adapted.items() if name.rpartition(".")[2] in FIXED}
+    if not masks:
+        return [wire.traffic(tree.unstack(adapted, 0))] * count
+    return [wire.traffic(tree.unstack(adapted | masks, i)) for i in range(count)]
+
+
 def _finite(values: Iterable[Tensor]) -> bool:
-    """Ask the device once for all tensors."""
-    return bool(torch.stack([torch.isfinite(value).all() for value in values]).all())
+    """Ask the device once for all tensors. A sum is quick, and not finite where a summand is not; it may overflow."""
+    every = list(values)
+    if torch.isfinite(torch.stack([value.sum() for value in every])).all():
+        return True
+    return all(bool(torch.isfinite(value).all()) for value in every)
 
 
 def check_finite(params: Params, round: int, cohort: Tensor | None) -> None:

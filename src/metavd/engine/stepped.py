@@ -265,7 +265,8 @@ def _step(local: Steps, sampling: Sampling, pool: Pool, buffers: _Buffers, activ
     y = pool.y[rows]
     rounds = buffers.round.expand(active)
     batches = [
-        Batch(x[:, j], y[:, j], mask[:, j], keys[:, j, 0], rounds, buffers.size[:active]) for j in range(rows.shape[1])
+        Batch(x[:, j].contiguous(), y[:, j], mask[:, j], keys[:, j, 0], rounds, buffers.size[:active])
+        for j in range(rows.shape[1])
     ]
     own, received = (
         {name: value[:active] for name, value in part.items()} for part in (buffers.params, buffers.received)

@@ -46,8 +46,7 @@ from ..data.cohort import ParticipationError
 from ..data.collection import Collection
 from ..data.partition import Federation, PartitionError
 from ..engine.checkpoint import write_atomic
-from ..engine.machine import tuned
-from .run import Data, InterruptedRun, Setup, complete, data_of, deal, evaluate_valid, prepare, rounds_of, start
+from .run import Data, InterruptedRun, Setup, complete, data_of, deal, evaluate_valid, prepare, rounds_of, start, using
 from .side import jobs_for, sharing
 from .spec import RUNTIME, Experiment, SpecError, content, nearest, to_toml, with_settings
 
@@ -512,7 +511,7 @@ def _attempt(session: _Session, trial: optuna.Trial, values: Mapping[str, Any]) 
     try:
         setups = [_ready(plan, values, seed, session.data) for seed in range(first, first + plan.seeds)]
         rounds = setups[0].experiment.rounds
-        with tuned(setups[0].weights, setups[0].experiment.device):
+        with using(setups[0]):
             for done, value in curve(plan, setups):
                 trial.report(value, done)
                 session.watcher.step(trial.number, done, value)

@@ -46,7 +46,7 @@ from ..evaluate.personal import ROWS, personal
 from ..evaluate.uncertainty import entropy
 from ..tree import Params
 from ..version import VERSION
-from .run import Data, Setup, channels_last, data_of, model_for, num_weights, prepare
+from .run import Data, Setup, channels_last, data_of, model_for, num_weights, prepare, using
 from .samples import (
     Given,
     Samples,
@@ -447,7 +447,7 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
     setup, state = trained.setup, trained.state
     e, held = setup.experiment, setup.pool.federation
     key, round = state.key.cpu(), int(state.round)
-    with torch.no_grad(), tuned(setup.weights, e.device):
+    with torch.no_grad(), using(setup):
         own_key = rng.fold(key, PERSONAL, round, number)
         stage = setup.algorithm.personal_batches
         steps = [] if pool is None else batches(pool, number, stage, own_key, state.round)

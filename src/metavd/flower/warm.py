@@ -27,6 +27,8 @@ POLL = "METAVD_POLL"
 _INTERVAL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 _HEARTBEAT = 10
 """Seconds, Flower's least; a SuperLink takes a node that is silent for two of them as gone, and not before."""
+_RETRY = 5
+"""Seconds, at most, between two tries to reach the SuperLink."""
 _PATIENCE = 60.0
 """Seconds that a node tries to be let in."""
 _LOG = logging.getLogger("flwr")
@@ -146,11 +148,13 @@ def value_of(arguments: Sequence[str], option: str, default: str = "") -> str:
 def patient() -> Any:
     """Return how a node tries again: for ever, also where the line was cut in the middle of a handshake.
 
-    Flower takes every error that speaks of TLS for a wrong certificate and gives up.
+    Flower takes every error that speaks of TLS for a wrong certificate and gives up, and it waits up to 20 s between
+    two tries, which a server that is back again need not wait for.
     """
-    from flwr.supercore.retry import make_simple_http_retry_invoker  # noqa: PLC0415
+    from flwr.supercore.retry import exponential, make_simple_http_retry_invoker  # noqa: PLC0415
 
     invoker = make_simple_http_retry_invoker()
+    invoker.wait_gen_factory = lambda: exponential(max_delay=_RETRY)
     gives_up = invoker.should_giveup or (lambda _: False)
     invoker.should_giveup = lambda error: not is_cut(error) and gives_up(error)
     return invoker
