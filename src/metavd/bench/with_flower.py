@@ -54,12 +54,13 @@ def rounds(order: Order) -> tuple[list[float], list[int]]:
     trained: list[int] = []
     client_app, server_app = ClientApp(), ServerApp()
 
-    @client_app.train()  # type: ignore[untyped-decorator]
+    @client_app.train()
     def fit(message: Message, context: Context) -> Message:
         client = int(context.node_config["partition-id"])
         x, y = (torch.from_numpy(part[slices(order.sizes)[client]]) for part in held_images(work))
         net = network(work)
-        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        received: Any = message.content["arrays"]
+        net.load_state_dict(received.to_torch_state_dict())
         net = net.to(order.device)
         if order.tuned:
             net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -68,7 +69,7 @@ def rounds(order: Order) -> tuple[list[float], list[int]]:
         content = RecordDict({"arrays": ArrayRecord(net.cpu().state_dict()), "metrics": metrics})
         return Message(content=content, reply_to=message)
 
-    class Timed(FedAvg):  # type: ignore[misc]
+    class Timed(FedAvg):
         def configure_train(self, *arguments: Any, **more: Any) -> Any:
             starts.append(time.perf_counter())
             return super().configure_train(*arguments, **more)
@@ -79,7 +80,7 @@ def rounds(order: Order) -> tuple[list[float], list[int]]:
             trained.append(work.epochs * int(sum(good)))
             return super().aggregate_train(server_round, answers)
 
-    @server_app.main()  # type: ignore[untyped-decorator]
+    @server_app.main()
     def serve(grid: Grid, context: Context) -> None:  # noqa: ARG001
         strategy = Timed(fraction_train=work.cohort / work.clients, fraction_evaluate=0.0,
                          min_train_nodes=work.cohort, min_available_nodes=work.clients)  # fmt: skip
@@ -88,7 +89,7 @@ def rounds(order: Order) -> tuple[list[float], list[int]]:
         starts.append(time.perf_counter())
 
     gpus = 0.5 if order.device == "cuda" else 0.0
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": gpus}}
+    resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": gpus}}
     run_simulation(server_app, client_app, num_supernodes=work.clients, backend_config=resources)
     return [after - before for before, after in pairwise(starts[order.warm_up :])], trained[order.warm_up :]
 
