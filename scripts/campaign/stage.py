@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _grid_of_the_tests() -> Any:
-    spec = importlib.util.spec_from_file_location("campaign.grid", ROOT / "tests" / "flower" / "conftest.py")
+    spec = importlib.util.spec_from_file_location("campaign.grid", ROOT / "tests" / "flower" / "grid.py")
     if spec is None or spec.loader is None:
         raise ImportError("the grid of the tests is not there")
     module = importlib.util.module_from_spec(spec)

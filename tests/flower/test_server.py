@@ -21,7 +21,7 @@ from metavd.flower.message import payload, read_order, write_reply
 from metavd.flower.registry import GUESTS, load, widened
 from metavd.wire import decode
 
-from .conftest import SMALL, FakeGrid, Node, shares
+from .grid import SMALL, FakeGrid, Node, shares
 
 
 def rounds_of(folder: Path) -> list[dict]:

@@ -28,6 +28,9 @@ import numpy as np
 
 from .scores import checked, correct, one_hot
 
+BINS = 15
+"""Of a reliability diagram, where nothing else is said."""
+
 
 @dataclass(frozen=True, eq=False)  # equality of arrays has no truth value
 class Reliability:
@@ -66,12 +69,12 @@ def equal_width(conf: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
     return edges, np.minimum(np.searchsorted(edges[1:], conf, side="right"), bins - 1)
 
 
-def top1(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> Reliability:
+def top1(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> Reliability:
     """Return the reliability of the predicted class's probability."""
     return reliability(checked(probs).max(1), correct(probs, y), bins)
 
 
-def mass(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> Reliability:
+def mass(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> Reliability:
     """Return the reliability of the predicted class's probability, in bins whose counts differ by at most one.
 
     An edge may have to go through predictions of equal confidence. Each of them then counts as right by the share of
@@ -88,7 +91,7 @@ def mass(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> Reliability:
     return _tally(edges, np.repeat(np.arange(bins), size), conf, right, (bins,))
 
 
-def classwise(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> Reliability:
+def classwise(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> Reliability:
     """Return the reliability of every class's probability by itself, one versus the rest: (K, M)."""
     conf = checked(probs)
     edges, index = equal_width(conf, bins)
@@ -118,32 +121,32 @@ def maximum_error(bins: Reliability) -> float:
     return float(_gap(bins).max())
 
 
-def ece_top1(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+def ece_top1(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
     """Return the expected calibration error of the predicted class: sum_b n_b/N |acc_b - conf_b|."""
     return expected_error(top1(probs, y, bins))
 
 
-def mce_top1(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+def mce_top1(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
     """Return the largest calibration error of a bin of the predicted class: max_b |acc_b - conf_b|."""
     return maximum_error(top1(probs, y, bins))
 
 
-def ece_mass(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+def ece_mass(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
     """Return the expected calibration error of the predicted class in bins of equal counts."""
     return expected_error(mass(probs, y, bins))
 
 
-def mce_mass(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+def mce_mass(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
     """Return the largest calibration error of a bin of the predicted class, bins having equal counts."""
     return maximum_error(mass(probs, y, bins))
 
 
-def ece_classwise(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+def ece_classwise(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
     """Return the mean over classes of the expected calibration error of the class's probability."""
     return expected_error(classwise(probs, y, bins))
 
 
-def mce_classwise(probs: np.ndarray, y: np.ndarray, bins: int = 15) -> float:
+def mce_classwise(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
     """Return the largest calibration error of any class's bin."""
     return maximum_error(classwise(probs, y, bins))
 

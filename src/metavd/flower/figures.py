@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluate.calibration import Reliability, expected_error, maximum_error, plain
+from ..evaluate.calibration import BINS, Reliability, expected_error, maximum_error, plain
 from ..evaluate.intervals import bounds, resampled
 from ..evaluate.metrics import CLIENT_FIGURES, FIGURES
 
@@ -55,13 +55,11 @@ def pooled(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def diagram(reports: Sequence[Mapping[str, Any]]) -> Reliability | None:
-    """Add up the clients' reliability diagrams; None where one sent no proper one."""
-    try:
-        count, confidence, accuracy = (np.array([each[name] for each in reports], np.float64) for name in _BINS)
-    except (KeyError, ValueError):
+    """Add up the reliability diagrams of the clients that sent one; None where none did."""
+    sent = [each for each in reports if _BINS[0] in each]
+    if not sent:
         return None
-    if count.ndim != 2 or confidence.shape != count.shape or accuracy.shape != count.shape:
-        return None
+    count, confidence, accuracy = (np.array([each[name] for each in sent], np.float64) for name in _BINS)
     total = count.sum(0)
     safe = np.where(total > 0, total, 1.0)
     edges = np.arange(count.shape[1] + 1) / count.shape[1]
@@ -85,20 +83,25 @@ def line(number: int, report: Mapping[str, Any], *, unseen: bool) -> dict[str, A
     return {"client": number, "unseen": int(unseen)} | sizes | {name: report.get(name, "") for name in CLIENT_FIGURES}
 
 
-def checked(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of one client, without those that no honest client sends.
+def checked(metrics: Mapping[str, Any], most: float) -> dict[str, Any]:
+    """Return the figures of one client that may claim `most` rows, without those that no honest client sends.
 
-    >>> checked({"train_size": 3, "test_size": 2, "accuracy": 7.0, "nll": float("nan"), "extra": 1})
+    >>> checked({"train_size": 3, "test_size": 2, "accuracy": 7.0, "nll": float("nan"), "extra": 1}, 100)
     {'train_size': 3, 'test_size': 2}
     """
     sizes = {name: int(metrics.get(name, 0)) for name in ("train_size", "test_size")}
+    for name, value in sizes.items():
+        if value > most:
+            raise ValueError(f"it claims a {name} of {value}, but at most {most:.0f} rows are believed")
     figures = {name: metrics[name] for name in CLIENT_FIGURES if _number(metrics.get(name))}
     shares = ("accuracy", "ece_top1", "auroc_wrong", "auroc_unknown")
     figures = {name: value for name, value in figures.items() if name not in shares or value <= 1}
     if not {"accuracy", "nll", "brier", "entropy"} <= figures.keys():
         figures = {}
-    bins = {name: metrics[name] for name in _BINS if name in metrics and all(map(_number, metrics[name]))}
-    return {name: max(0, value) for name, value in sizes.items()} | figures | bins
+    bins = {name: metrics.get(name) for name in _BINS}
+    # One client's broken diagram must not take everybody's away.
+    proper = all(isinstance(each, Sequence) and len(each) == BINS and all(map(_number, each)) for each in bins.values())
+    return {name: max(0, value) for name, value in sizes.items()} | figures | (bins if proper else {})
 
 
 def _number(value: Any) -> bool:

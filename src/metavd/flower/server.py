@@ -244,6 +244,7 @@ def _round(fleet: Fleet, setup: Setup, state: ServerState, guard: Guard) -> tupl
             try:
                 good[client], losses[client], seconds = _checked(guard, expected, answers.content[client], counted)
                 working = max(working, seconds)
+                refused.pop(client, None)  # it may have been refused in an earlier attempt at this round
             except Rejected as error:
                 refused[client] = error.reason
         for client, why in (lost | refused).items():
@@ -343,7 +344,7 @@ def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> Tested:
     reports = {}
     for client, content in sorted(answers.content.items()):
         try:
-            reports[client] = figures.checked(read_reply(content)[1])
+            reports[client] = figures.checked(read_reply(content)[1], plan.limits.max_samples)
         except (ArithmeticError, TypeError, ValueError) as error:
             answers.lost[client] = str(error)
     for client, why in answers.lost.items():
