@@ -47,11 +47,15 @@ def _bind(
 
 
 def _land(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
-    """Take the step that ends a client's turn, through which nobody differentiates; see `_move`."""
+    """Take the step that ends a client's turn, through which nobody differentiates: `_move` without its copies."""
     start = {name: params[name] for name in gradient}
-    if fused.descendable(start) and not any(name.endswith(".keep") for name in params):
+    if any(name.endswith(".keep") for name in params):
+        return _move(params, gradient, lr, clip)
+    if fused.descendable(start):
         return params | fused.descend(start, gradient, lr, clip)
-    return _move(params, gradient, lr, clip)
+    norms = [torch.linalg.vector_norm(value) for value in gradient.values()]
+    rate = lr if clip is None else lr * tree.clip_scale(torch.stack(norms), clip)
+    return params | {name: value - rate * gradient[name] for name, value in start.items()}
 
 
 def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
