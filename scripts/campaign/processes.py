@@ -67,7 +67,8 @@ class Real:
 
     def signal(self, name: str, which: signal.Signals) -> None:
         """Send a signal to a process and all that belong to it."""
-        with contextlib.suppress(ProcessLookupError):
+        # A process that is to be woken later may be gone by then, with its stage.
+        with contextlib.suppress(ProcessLookupError, KeyError):
             os.killpg(self.local.processes[name].pid, which)
 
     def server_apps(self) -> list[int]:
