@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import replace
-
-import torch
 
 from ..core import rng
 from ..data.cohort import choose
@@ -15,8 +12,8 @@ from ..data.source import arrays
 from ..engine.simulate import Record
 from ..experiment.run import Setup, prepare, rounds_of, start, using
 from ..experiment.spec import Experiment, with_settings
-from .plain import images
-from .workload import Workload, from_json, peak_mb, timed
+from .plain import images, tell
+from .workload import Workload, from_json, timed
 
 _ENDLESS = 10**6
 """Rounds of the experiment: whoever measures stops earlier."""
@@ -64,11 +61,8 @@ def main() -> None:
     timed_records = records[order.warm_up :]
     found["trained"] = [order.work.epochs * sum(sizes[client] for client in each.cohort) for each in timed_records]
     found["backend"] = setup.experiment.backend
-    found["precision"] = getattr(setup.experiment, "precision", setup.experiment.dtype)
-    found["memory_mb"] = peak_mb()
-    if order.device == "cuda":
-        found["cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    print(json.dumps(found))
+    found["precision"] = setup.experiment.precision
+    tell(found, order.device)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,6 +173,14 @@ def serve(text: str, pipe: multiprocessing.connection.Connection) -> None:
         pipe.send((mean, float(sum(sizes)), loss))
 
 
+def tell(found: dict[str, Any], device: str) -> None:
+    """Print what was measured in this process, with its memory, for the one that started it."""
+    found["memory_mb"] = peak_mb()
+    if device == "cuda":
+        found["cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    print(json.dumps(found))
+
+
 def main() -> None:
     """Read an order, measure, print."""
     order = from_json(sys.stdin.read())
@@ -180,10 +189,7 @@ def main() -> None:
         torch.set_num_threads(order.threads)
     round = several_processes(order) if order.processes > 1 else one_process(order)
     found = timed(order, round, time.perf_counter)
-    found["memory_mb"] = peak_mb()
-    if order.device == "cuda":
-        found["cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
-    print(json.dumps(found))
+    tell(found, order.device)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,13 @@ def blockable(x: Tensor, filters: int) -> bool:
     """Whether `block` computes such images with so many filters."""
     if not poolable(x):
         return False
-    few = 9 * x.shape[-3] <= _kernels().MOST_COLUMNS
-    return filters % 16 == 0 and (few or x.shape[-3] % 8 == 0)
+    return filters % 16 == 0 and (_few(x) or x.shape[-3] % 8 == 0)
+
+
+def _few(x: Tensor) -> bool:
+    """Whether all taps of all input channels fit one narrow product."""
+    columns: int = _kernels().MOST_COLUMNS
+    return 9 * x.shape[-3] <= columns
 
 
 def pool(x: Tensor, bias: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ def pool(x: Tensor, bias: Tensor) -> Tensor:
 def block(x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> Tensor:
     """Convolution, bias, ReLU and pooling, (B, I, H, W) -> (B, O, H/2, W/2), in bfloat16 if that is the precision."""
     given = x.to(torch.bfloat16 if precision == BF16 else torch.float32)
-    if 9 * x.shape[-3] > _kernels().MOST_COLUMNS:
+    if not _few(x):
         return pool(_Conv.apply(given, weight, precision), bias)
     out, _ = _Block.apply(given, weight, bias, precision)
     return out
@@ -84,6 +89,11 @@ def normals(keys: Tensor, count: int) -> Tensor:
 def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
     """Return the slope, but 0 where it leads x further out of [low, high]: x <= low and it is >= 0, or the reverse."""
     return _Gate.apply(slope, x, low, high)
+
+
+def outward(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    """Return where a slope leads x further out of [low, high], or along its edge."""
+    return torch.where(slope < 0, x >= high, x <= low)
 
 
 def mix(z: Tensor) -> Tensor:
@@ -462,7 +472,7 @@ class _Gate(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         slope, x = ctx.saved_tensors
-        return g.masked_fill(torch.where(slope < 0, x >= ctx.high, x <= ctx.low), 0.0), None, None, None
+        return g.masked_fill(outward(slope, x, ctx.low, ctx.high), 0.0), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, slope: Tensor, x: Tensor, low: float, high: float) -> Any:

@@ -68,8 +68,7 @@ class _Inward(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if x.is_cuda and x.dtype == torch.float32 and fused.ready():
             return fused.gate(slope, x, ctx.low, ctx.high), None, None
-        outward = torch.where(slope < 0, x >= ctx.high, x <= ctx.low)
-        return slope.masked_fill(outward, 0.0), None, None
+        return slope.masked_fill(fused.outward(slope, x, ctx.low, ctx.high), 0.0), None, None
 
 
 def inward(x: Tensor, low: float, high: float) -> Tensor:

@@ -6,7 +6,7 @@ Shape letters: B batch, T steps, C clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -188,6 +188,11 @@ def plan(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:
     ]
 
 
+def sizes_of(pool: Pool, clients: Iterable[int]) -> np.ndarray:
+    """Return how many training rows each client has, (C,)."""
+    return np.array([len(pool.federation.train[client]) for client in clients], dtype=np.int64)
+
+
 def over(values: Tensor, device: torch.device) -> Tensor:
     """Bring host values to a device; a GPU takes them when it comes to that, and the host does not wait for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
@@ -199,7 +204,7 @@ def draw(pool: Pool, clients: np.ndarray, made: Plan, keys: Tensor) -> tuple[Ten
     `keys` (C,) are those that `plan` is given. It is all done where the keys are, without a word to the host.
     """
     device = keys.device
-    counts = np.array([len(pool.federation.train[client]) for client in clients])
+    counts = sizes_of(pool, clients)
     longest, widest = int(counts.max(initial=1)), int(made.size.max(initial=1))
     shuffles = int(made.shuffle.max(initial=-1)) + 1
     bits = rng.bits(rng.fold(keys[:, None], torch.arange(shuffles, device=device)), [longest])
@@ -254,7 +259,7 @@ def lots(pool: Pool, clients: Sequence[int], sampling: Sampling, keys: Tensor, r
         yield from (batches(pool, client, sampling, key, round) for client, key in zip(clients, keys, strict=True))
         return
     ids = np.asarray(clients, dtype=np.int64)
-    counts = np.array([len(pool.federation.train[client]) for client in clients], dtype=np.int64)
+    counts = sizes_of(pool, clients)
     whole = layout(sampling, counts)
     each = max(1, _LOT // max(1, int(whole.size.sum(1).max(initial=1))))
     for start in range(0, len(ids), each):

@@ -15,7 +15,7 @@ from .. import tree, wire
 from ..core import rng
 from ..core.local import FIXED
 from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Update
-from ..data.cohort import TRAIN, Pool, arriving, batches, choose, over
+from ..data.cohort import TRAIN, Pool, arriving, batches, choose, over, sizes_of
 from ..tree import Params
 from .backend import Backend
 from .stepped import Trainer
@@ -104,8 +104,7 @@ def _begin(
         record = Record(done + 1, [], list(lost), None, down, 0, dense, 0)
         return state._replace(round=state.round + 1), lambda: record
     adapted, losses = trainer(algorithm, pool, state, cohort)
-    sizes = torch.tensor([len(pool.federation.train[client]) for client in cohort.tolist()])
-    weight = over(sizes, pool.x.device).to(pool.dtype)
+    weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), pool.x.device).to(pool.dtype)
     new = algorithm.server.update(state, Update(over(cohort, pool.x.device), adapted, weight))
     loss = (losses * weight).sum() / weight.sum()
 

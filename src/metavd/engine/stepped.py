@@ -27,7 +27,7 @@ from torch.func import vmap
 from ..core import rng
 from ..core.local import Steps
 from ..core.types import Algorithm, Batch, Sampling, ServerState
-from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over
+from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
 from ..tree import Params
 
 _WARM_UP = 2
@@ -60,7 +60,7 @@ class Table(NamedTuple):
 def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort: Sequence[int]) -> Table:
     """Draw a round's batches, the very ones of `cohort.batches`, as numbers of rows."""
     ids = np.asarray(cohort)
-    counts = _counts(pool, ids)
+    counts = sizes_of(pool, ids)
     made = layout(sampling, counts)
     order = np.argsort(-made.batches, kind="stable")
     made = Plan(*(part[order] for part in made))
@@ -84,8 +84,15 @@ def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort
     )
 
 
-def _counts(pool: Pool, clients: np.ndarray) -> np.ndarray:
-    return np.array([len(pool.federation.train[client]) for client in clients])
+def batches_of(
+    pool: Pool, sampling: Sampling, drawn: tuple[Tensor, Tensor, Tensor], round: Tensor, size: Tensor
+) -> list[Batch]:
+    """Return one step's G batches of C clients, from that step's rows, mask and keys of a `Table`."""
+    rows, mask, keys = drawn
+    x, y = pool.many(rows, keys[..., 1] if sampling.augment else None), pool.y[rows]
+    rounds = round.expand(len(rows))
+    # Second derivatives of convolutions ask how images lie in memory, which vmap cannot tell of a part.
+    return [Batch(x[:, j].contiguous(), y[:, j], mask[:, j], keys[:, j, 0], rounds, size) for j in range(rows.shape[1])]
 
 
 @dataclass(eq=False)
@@ -219,7 +226,7 @@ def _together(active: int) -> int:
 def _allocate(received: Params, drawn: Table, pool: Pool, sampling: Sampling) -> _Buffers:
     clients, group = drawn.rows.shape[1:3]
     width = max(drawn.rows.shape[-1], sampling.batch)
-    everyone = _counts(pool, np.arange(pool.federation.num_clients))
+    everyone = sizes_of(pool, np.arange(pool.federation.num_clients))
     steps = max(int(layout(sampling, everyone).batches.max()) // group, len(drawn.rows))
     device = pool.x.device
 
@@ -261,13 +268,7 @@ def _step(local: Steps, sampling: Sampling, pool: Pool, buffers: _Buffers, activ
     rows, mask, keys = (
         value.index_select(0, buffers.step)[0, :active] for value in (buffers.rows, buffers.mask, buffers.keys)
     )
-    x = pool.many(rows, keys[..., 1] if sampling.augment else None)
-    y = pool.y[rows]
-    rounds = buffers.round.expand(active)
-    batches = [
-        Batch(x[:, j].contiguous(), y[:, j], mask[:, j], keys[:, j, 0], rounds, buffers.size[:active])
-        for j in range(rows.shape[1])
-    ]
+    batches = batches_of(pool, sampling, (rows, mask, keys), buffers.round, buffers.size[:active])
     own, received = (
         {name: value[:active] for name, value in part.items()} for part in (buffers.params, buffers.received)
     )

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..core.local import Steps
-from ..core.types import Algorithm, Batch, ServerState
+from ..core.types import Algorithm, ServerState
 from ..data.cohort import Pool
 from ..tree import Params
-from .stepped import Table, Trainer, table
+from .stepped import Table, Trainer, batches_of, table
 
 
 def together(chunk: int = 0) -> Trainer:
@@ -57,14 +57,8 @@ def _train(
             loss = loss[:active]
         if active:
             now = slice(part.start, part.start + active)
-            rows, mask, keys = (value[step, now] for value in (drawn.rows, drawn.mask, drawn.keys))
-            x = pool.many(rows, keys[..., 1] if algorithm.train_batches.augment else None)
-            y, same = pool.y[rows], round.expand(active)
-            # Second derivatives of convolutions ask how images lie in memory, which vmap cannot tell of a part.
-            batches = [
-                Batch(x[:, j].contiguous(), y[:, j], mask[:, j], keys[:, j, 0], same, drawn.size[now])
-                for j in range(local.group)
-            ]
+            these = (drawn.rows[step, now], drawn.mask[step, now], drawn.keys[step, now])
+            batches = batches_of(pool, algorithm.train_batches, these, round, drawn.size[now])
             params, taken = vmap(local.step, randomness="error")(params, batches, received)
             loss = loss + taken
     return done[::-1]  # who took most steps comes first, and was put aside last
