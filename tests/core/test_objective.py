@@ -33,8 +33,8 @@ def test_mean_cross_entropy():
     for mask in (None, [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]):
         real = None if mask is None else torch.tensor(mask, dtype=torch.float64)
         expected = rows.mean() if real is None else (rows * real).sum() / real.sum()
-        torch.testing.assert_close(objective.mean_cross_entropy(logits, y, real), expected)
-    assert objective.mean_cross_entropy(logits, y, torch.zeros(3, dtype=torch.float64)) == 0.0
+        torch.testing.assert_close(objective.mean_cross_entropy(logits[None], y, real), expected)
+    assert objective.mean_cross_entropy(logits[None], y, torch.zeros(3, dtype=torch.float64)) == 0.0
 
 
 def test_cross_entropy_is_the_mean_over_real_rows(net, params, make_batch):

@@ -5,7 +5,7 @@ which hands all clients to one launch. `block` is a 3x3 convolution (stride 1, z
 max-pooling; `pool` is its last part, bias, ReLU and pooling. Once it is known which pixel of each window was taken,
 S, everything is linear in images and in weights, and so are the derivatives:
 
-    pick(x) = S x                      unpick(g) = S' g
+    pick(x, b) = S (x + b)             unpick(g) = gradients by x and b
     conv(x, w) = x * w                 back(g, w) = gradient by x          slope(x, g) = gradient by w
     take(x, w, b) = S (x * w + b)      weigh(x, g) = gradients by w and b, for few input channels
 
@@ -31,8 +31,6 @@ from ..tree import Params
 EXACT, TF32, BF16 = "exact", "tf32", "bf16"
 PRECISIONS = (EXACT, TF32, BF16)
 """How products are computed: in float32, in float32 with 10 bits of mantissa, in bfloat16; sums always in float32."""
-_NOWHERE = 4
-"""The place where the ReLU let nothing through."""
 _INPUTS = {EXACT: "ieee", TF32: "tf32", BF16: "ieee"}
 
 
@@ -66,17 +64,20 @@ def _few(x: Tensor) -> bool:
     return 9 * x.shape[-3] <= columns
 
 
-def pool(x: Tensor, bias: Tensor) -> Tensor:
-    """Bias, ReLU and 2x2 max-pooling: (B, O, H, W), (O,) -> (B, O, H/2, W/2)."""
-    out, _ = _Pool.apply(x, bias)
+def pool(x: Tensor, bias: Tensor, *, flat: bool = False) -> Tensor:
+    """Bias, ReLU and 2x2 max-pooling: (B, O, H, W), (O,) -> (B, O, H/2, W/2); `flat` if a linear layer comes next."""
+    out, _ = _Pool.apply(x, bias, flat)
     return out
 
 
-def block(x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> Tensor:
-    """Convolution, bias, ReLU and pooling, (B, I, H, W) -> (B, O, H/2, W/2), in bfloat16 if that is the precision."""
+def block(x: Tensor, weight: Tensor, bias: Tensor, precision: str, *, flat: bool = False) -> Tensor:
+    """Convolution, bias, ReLU and pooling, (B, I, H, W) -> (B, O, H/2, W/2).
+
+    The answer is in bfloat16 if that is the precision, but not with `flat`, which means that a linear layer follows.
+    """
     given = x.to(torch.bfloat16 if precision == BF16 else torch.float32)
     if not _few(x):
-        return pool(_Conv.apply(given, weight, precision), bias)
+        return pool(_Conv.apply(given, weight, precision), bias, flat=flat)
     out, _ = _Block.apply(given, weight, bias, precision)
     return out
 
@@ -124,7 +125,7 @@ def _kernels() -> Any:
     return kernels
 
 
-def _clients(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: int = 0) -> list[Tensor]:
+def aligned(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: int = 0) -> list[Tensor]:
     """Bring the client axis of every argument to one place; what clients share is repeated."""
     return [
         value.unsqueeze(axis).expand(*value.shape[:axis], info.batch_size, *value.shape[axis:])
@@ -134,11 +135,16 @@ def _clients(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: 
     ]
 
 
-def _flat(images: Tensor) -> Tensor:
-    """Images (B, [C,] O, H, W) as they should lie in memory, which costs a copy only where they do not."""
+def _seen(images: Tensor) -> Tensor:
+    """Images (B, [C,] O, H, W) in the order of their memory, (B, H, W, [C,] O)."""
     if torch._C._functorch.is_functorch_wrapped_tensor(images):
         raise NotImplementedError("blocks are computed for one axis of clients; call them under one vmap, not two")
-    return images.movedim((-2, -1), (1, 2)).contiguous()
+    return images.movedim((-2, -1), (1, 2))
+
+
+def _flat(images: Tensor) -> Tensor:
+    """Images (B, [C,] O, H, W) as they should lie in memory, which costs a copy only where they do not."""
+    return _seen(images).contiguous()
 
 
 def _deep(images: Tensor) -> Tensor:
@@ -148,87 +154,74 @@ def _deep(images: Tensor) -> Tensor:
 
 class _Pool(Function):
     @staticmethod
-    def forward(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        y, place = _kernels().pool(_flat(x), bias.contiguous())
+    def forward(x: Tensor, bias: Tensor, flat: bool) -> tuple[Tensor, Tensor]:
+        y, place = _kernels().pool(_flat(x), bias.contiguous(), flat=flat)
         return _deep(y), _deep(place)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.dtype, ctx.flat = inputs[0].dtype, inputs[2]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g is None:
-            return None, None
-        (place,) = ctx.saved_tensors
-        return _Unpick.apply(g, place), _Through.apply(g, place)
+            return None, None, None
+        return (*_Unpick.apply(g, *ctx.saved_tensors, ctx.dtype, ctx.flat), None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor) -> Any:
-        (images,) = _clients(info, in_dims, x, axis=1)
-        return _Pool.forward(images, *_clients(info, in_dims[1:], bias)), (1, 1)
-
-
-class _Through(Function):
-    """Gradient by the bias: what passed the ReLU, a channel."""
-
-    @staticmethod
-    def forward(g: Tensor, place: Tensor) -> Tensor:
-        total: Tensor = _kernels().through(_flat(g), _flat(place))
-        return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        g, place = inputs
-        ctx.dtype = g.dtype
-        ctx.save_for_backward(place)
-
-    @staticmethod
-    def backward(ctx: Any, bias: Tensor) -> tuple[Tensor, None]:
-        (place,) = ctx.saved_tensors
-        return (bias[:, None, None] * (place < _NOWHERE)).to(ctx.dtype), None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, place: Tensor) -> Any:
-        return _Through.forward(*_clients(info, in_dims, g, place, axis=1)), 0
+    def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor, flat: bool) -> Any:
+        (images,), (biases,) = aligned(info, in_dims, x, axis=1), aligned(info, in_dims[1:], bias)
+        return _Pool.forward(images, biases, flat), (1, 1)
 
 
 class _Pick(Function):
+    """The pooling with given places."""
+
     @staticmethod
-    def forward(x: Tensor, place: Tensor) -> Tensor:
-        return _deep(_kernels().pick(_flat(x), _flat(place)))
+    def forward(x: Tensor, bias: Tensor, place: Tensor, flat: bool) -> Tensor:
+        return _deep(_kernels().pick(_flat(x), bias.contiguous(), _flat(place), flat=flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.save_for_backward(inputs[1])
+        x, _, place, ctx.flat = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(place)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Unpick.apply(g, *ctx.saved_tensors), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_Unpick.apply(g, *ctx.saved_tensors, ctx.dtype, ctx.flat), None, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, place: Tensor) -> Any:
-        return _Pick.forward(*_clients(info, in_dims, x, place, axis=1)), 1
+    def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor, place: Tensor, flat: bool) -> Any:
+        (images,), (biases,) = aligned(info, in_dims, x, axis=1), aligned(info, in_dims[1:], bias)
+        (places,) = aligned(info, in_dims[2:], place, axis=1)
+        return _Pick.forward(images, biases, places, flat), 1
 
 
 class _Unpick(Function):
+    """Gradients by images, of a type, and biases."""
+
     @staticmethod
-    def forward(g: Tensor, place: Tensor) -> Tensor:
-        return _deep(_kernels().unpick(_flat(g), _flat(place)))
+    def forward(g: Tensor, place: Tensor, dtype: torch.dtype, flat: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        x, total = _kernels().unpick(_seen(g), _flat(place), dtype)
+        return _deep(x), total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.save_for_backward(inputs[1])
+        _, place, _, ctx.flat = inputs
+        ctx.save_for_backward(place)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None]:
-        return _Pick.apply(x, *ctx.saved_tensors), None
+    def backward(ctx: Any, x: Tensor, bias: Tensor) -> tuple[Tensor | None, ...]:
+        return _Pick.apply(x, bias, *ctx.saved_tensors, ctx.flat), None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, place: Tensor) -> Any:
-        return _Unpick.forward(*_clients(info, in_dims, g, place, axis=1)), 1
+    def vmap(info: Any, in_dims: Any, g: Tensor, place: Tensor, dtype: torch.dtype, flat: bool) -> Any:
+        slopes, places = aligned(info, in_dims, g, place, axis=1)
+        return _Unpick.forward(slopes, places, dtype, flat), (1, 0)
 
 
 def _cast(value: Tensor, precision: str) -> Tensor:
@@ -293,8 +286,8 @@ class _Conv(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, precision: str) -> Any:
-        (images,) = _clients(info, in_dims, x, axis=1)
-        return _along(images, *_clients(info, in_dims[1:], weight), precision=precision), 1
+        (images,) = aligned(info, in_dims, x, axis=1)
+        return _along(images, *aligned(info, in_dims[1:], weight), precision=precision), 1
 
 
 class _Back(Function):
@@ -316,8 +309,8 @@ class _Back(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, g: Tensor, weight: Tensor, precision: str) -> Any:
-        (slopes,) = _clients(info, in_dims, g, axis=1)
-        return _against(slopes, *_clients(info, in_dims[1:], weight), precision=precision), 1
+        (slopes,) = aligned(info, in_dims, g, axis=1)
+        return _against(slopes, *aligned(info, in_dims[1:], weight), precision=precision), 1
 
 
 class _Slope(Function):
@@ -339,7 +332,7 @@ class _Slope(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, precision: str) -> Any:
-        return _steepness(*_clients(info, in_dims, x, g, axis=1), precision=precision), 0
+        return _steepness(*aligned(info, in_dims, x, g, axis=1), precision=precision), 0
 
 
 def _take(x: Tensor, weight: Tensor, bias: Tensor, *, place: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
@@ -374,7 +367,7 @@ class _Block(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> Any:
-        return _take(*_clients(info, in_dims, x, weight, bias), place=None, precision=precision), (1, 1)
+        return _take(*aligned(info, in_dims, x, weight, bias), place=None, precision=precision), (1, 1)
 
 
 class _Take(Function):
@@ -395,8 +388,8 @@ class _Take(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor, place: Tensor, precision: str) -> Any:
-        (given,) = _clients(info, in_dims[3:], place, axis=1)
-        return _take(*_clients(info, in_dims, x, w, b), place=given, precision=precision)[0], 1
+        (given,) = aligned(info, in_dims[3:], place, axis=1)
+        return _take(*aligned(info, in_dims, x, w, b), place=given, precision=precision)[0], 1
 
 
 def _slopes(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -408,7 +401,7 @@ def _slopes(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
 
 def _images(g: Tensor, weight: Tensor, place: Tensor, ctx: Any) -> Tensor:
     """Return the gradient by a block's images."""
-    unpicked = _Unpick.apply(g, place)
+    unpicked, _ = _Unpick.apply(g, place, g.dtype, False)
     return _Back.apply(unpicked, weight, ctx.precision)
 
 
@@ -432,8 +425,8 @@ class _Weigh(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, place: Tensor, precision: str) -> Any:
-        (images,) = _clients(info, in_dims, x)
-        return _weigh(images, *_clients(info, in_dims[1:], g, place, axis=1), precision=precision), (0, 0)
+        (images,) = aligned(info, in_dims, x)
+        return _weigh(images, *aligned(info, in_dims[1:], g, place, axis=1), precision=precision), (0, 0)
 
 
 class _Descend(Function):
@@ -454,7 +447,7 @@ class _Descend(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, lr: float, clip: float | None, *values: Tensor) -> Any:
         half = len(values) // 2
-        rows = _clients(info, in_dims[2:], *values)
+        rows = aligned(info, in_dims[2:], *values)
         return tuple(_kernels().descend(rows[:half], rows[half:], lr, clip)), (0,) * half
 
 
@@ -476,7 +469,7 @@ class _Gate(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, slope: Tensor, x: Tensor, low: float, high: float) -> Any:
-        return _Gate.apply(*_clients(info, in_dims, slope, x), low, high), 0
+        return _Gate.apply(*aligned(info, in_dims, slope, x), low, high), 0
 
 
 class _Mix(Function):
@@ -496,7 +489,7 @@ class _Mix(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, z: Tensor) -> Any:
         # Applied, not launched: there may be a vmap around this one.
-        return _Mix.apply(*_clients(info, in_dims, z)), 0
+        return _Mix.apply(*aligned(info, in_dims, z)), 0
 
 
 class _Normals(Function):
@@ -515,4 +508,4 @@ class _Normals(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, keys: Tensor, count: int) -> Any:
-        return _Normals.apply(*_clients(info, in_dims, keys), count), 0
+        return _Normals.apply(*aligned(info, in_dims, keys), count), 0

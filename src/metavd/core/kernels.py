@@ -20,6 +20,10 @@ from torch import Tensor
 _BLOCK = 1024
 _CHUNK = 256
 """Windows whose share of a weight's gradient one program sums."""
+_GET = {"ROWS": 16, "BLOCK": 64}
+"""Windows and channels that one program pools."""
+_PUT = {"CHUNK": 64, "ROWS": 32, "BLOCK": 64}
+"""Windows that one program puts back, how many of them at once, and channels."""
 
 
 @triton.jit
@@ -31,63 +35,71 @@ def _corner(window, H, W):
 
 
 @triton.jit
-def _pool(x, bias, y, place, H, W, channels, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    image, top, left = _corner(at // channels, H, W)
-    first = ((image * H + top) * W + left) * channels + at % channels
+def _tile(windows, channels, H, W, CHUNK, ROWS: tl.constexpr, BLOCK: tl.constexpr, step):
+    """Return windows and channels of a part of a program's tile, which of them exist, and each window's corner."""
+    window = (tl.program_id(0).to(tl.int64) * CHUNK + step + tl.arange(0, ROWS))[:, None]
+    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    image, top, left = _corner(window, H, W)
+    return window, channel, (window < windows) & (channel < channels), image, top, left
+
+
+@triton.jit
+def _pool(
+    x, bias, y, place, channels, windows, yb, yh, yw, yc, yo,
+    H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    window, channel, here, image, top, left = _tile(windows, channels, H, W, ROWS, ROWS, BLOCK, 0)
+    first = ((image * H + top) * W + left) * channels + channel
     value = tl.load(x + first, mask=here, other=0.0).to(tl.float32)
-    which = tl.zeros((BLOCK,), tl.int32)
+    which = tl.zeros((ROWS, BLOCK), tl.int32)
     for k in tl.static_range(1, 4):
         other = tl.load(x + first + ((k // 2) * W + k % 2) * channels, mask=here, other=0.0).to(tl.float32)
         which = tl.where(other > value, k, which)
         # A NaN is not hidden: it is taken, and stays.
         value = tl.where((other > value) | (other != other), other, value)
-    value += tl.load(bias + at % channels, mask=here, other=0.0)
+    value += tl.load(bias + channel, mask=channel < channels, other=0.0)
     which = tl.where(value > 0, which, 4)
     value = tl.where(value <= 0, 0.0, value)
-    tl.store(place + at, which.to(tl.int8), mask=here)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=here)
+    tl.store(place + window * channels + channel, which.to(tl.int8), mask=here)
+    out = image * yb + top // 2 * yh + left // 2 * yw + channel // O * yc + channel % O * yo
+    tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def _pick(x, place, y, H, W, channels, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    image, top, left = _corner(at // channels, H, W)
-    which = tl.load(place + at, mask=here, other=4)
+def _pick(
+    x, bias, place, y, channels, windows, yb, yh, yw, yc, yo,
+    H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    window, channel, here, image, top, left = _tile(windows, channels, H, W, ROWS, ROWS, BLOCK, 0)
+    which = tl.load(place + window * channels + channel, mask=here, other=4)
     chosen = here & (which < 4)
-    first = ((image * H + top + which // 2) * W + left + which % 2) * channels + at % channels
-    value = tl.load(x + first, mask=chosen, other=0.0)
-    tl.store(y + at, value, mask=here)
+    first = ((image * H + top + which // 2) * W + left + which % 2) * channels + channel
+    value = tl.load(x + first, mask=chosen, other=0.0).to(tl.float32)
+    value += tl.where(chosen, tl.load(bias + channel, mask=channel < channels, other=0.0), 0.0)
+    out = image * yb + top // 2 * yh + left // 2 * yw + channel // O * yc + channel % O * yo
+    tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def _unpick(g, place, x, H, W, channels, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    image, top, left = _corner(at // channels, H, W)
-    first = ((image * H + top) * W + left) * channels + at % channels
-    which = tl.load(place + at, mask=here, other=4)
-    slope = tl.load(g + at, mask=here, other=0.0)
-    for k in tl.static_range(4):
-        out = tl.where(which == k, slope, 0.0)
-        tl.store(x + first + ((k // 2) * W + k % 2) * channels, out, mask=here)
-
-
-@triton.jit
-def _through(g, place, out, windows, channels, ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum one chunk of windows a channel."""
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _unpick(
+    g, place, x, sums, channels, windows, gb, gh, gw, gc, go,
+    H: tl.constexpr, W: tl.constexpr, O: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put a chunk of windows back, and sum a channel's."""
     total = tl.zeros((BLOCK,), tl.float32)
     for step in range(0, CHUNK, ROWS):
-        window = tl.program_id(0) * CHUNK + step + tl.arange(0, ROWS)
-        here = (window < windows)[:, None] & (cols < channels)[None, :]
-        at = window.to(tl.int64)[:, None] * channels + cols[None, :]
-        which = tl.load(place + at, mask=here, other=4)
+        window, channel, here, image, top, left = _tile(windows, channels, H, W, CHUNK, ROWS, BLOCK, step)
+        which = tl.load(place + window * channels + channel, mask=here, other=4)
+        at = image * gb + top // 2 * gh + left // 2 * gw + channel // O * gc + channel % O * go
         slope = tl.load(g + at, mask=here, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(which < 4, slope, 0.0), 0)
-    tl.store(out + tl.program_id(0) * channels + cols, total, mask=cols < channels)
+        first = ((image * H + top) * W + left) * channels + channel
+        for k in tl.static_range(4):
+            out = tl.where(which == k, slope, 0.0)
+            tl.store(x + first + ((k // 2) * W + k % 2) * channels, out.to(x.dtype.element_ty), mask=here)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + tl.program_id(0) * channels + cols, total, mask=cols < channels)
 
 
 @triton.jit
@@ -143,7 +155,7 @@ def _descend(starts, slopes, ends, sizes, squares, lr, limit, CLIP: tl.constexpr
             tl.store(ends[i] + client * size + at, start - rate * slope, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["clients"])
 def _take(
     x, w, bias, given, y, place, windows, clients, sc, sb, sy, sx, si,
     H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
@@ -179,7 +191,7 @@ def _take(
     tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["clients"])
 def _weigh(
     x, g, place, gw, gb, windows, clients, sc, sb, sy, sx, si,
     H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
@@ -259,9 +271,9 @@ def _images(
     place = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     here = e < CHANNELS * H * W
-    channel = e // (H * W)
-    iy = e % (H * W) // W
-    ix = e % W
+    channel = e % CHANNELS
+    iy = e // CHANNELS // W
+    ix = e // CHANNELS % W
     if AUGMENT:
         key = tl.load(keys + place // batch)
         first = (place % batch) * 3 + 1
@@ -280,47 +292,59 @@ def _images(
     tl.store(out + place * (CHANNELS * H * W) + e, value.to(out.dtype.element_ty), mask=here)
 
 
-def _size(x: Tensor) -> tuple[int, int, int, int]:
-    """Height, width, channels of all clients and number of images (B, H, W, ...)."""
-    return x.shape[1], x.shape[2], x[0, 0, 0].numel(), x.shape[0]
+def _room(like: Tensor, flat: bool) -> Tensor:
+    """Room for images (B, h, w, [C,] O), half as high and wide: as they lie, or as `flatten` wants them, see `pool`."""
+    B, H, W, *clients, outputs = like.shape
+    if not flat:
+        return like.new_empty(B, H // 2, W // 2, *clients, outputs)
+    out = torch.empty(*clients, B, outputs, H // 2, W // 2, dtype=torch.float32, device=like.device)
+    return out.permute(1, 3, 4, 0, 2) if clients else out.permute(0, 2, 3, 1)
 
 
-def pool(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Bias, ReLU and 2x2 max-pooling of contiguous images (B, H, W, ...), bias (...); also return the places."""
-    H, W, channels, B = _size(x)
-    y = x.new_empty(B, H // 2, W // 2, *x.shape[3:])
+def _windows(y: Tensor) -> tuple[int, ...]:
+    """Number of channels of all clients and of windows of pooled images (B, h, w, [C,] O), and its five strides."""
+    b, h, w, *clients, o = y.stride()
+    channels = y.shape[3:].numel()
+    return channels, y.numel() // channels, b, h, w, clients[0] if clients else 0, o
+
+
+def _over(windows: tuple[int, ...], tile: dict[str, int]) -> tuple[int, int]:
+    """Return the grid of programs over windows and channels."""
+    return triton.cdiv(windows[1], tile.get("CHUNK", tile["ROWS"])), triton.cdiv(windows[0], tile["BLOCK"])
+
+
+def pool(x: Tensor, bias: Tensor, *, flat: bool) -> tuple[Tensor, Tensor]:
+    """Bias, ReLU and 2x2 max-pooling of contiguous images (B, H, W, ...), bias (...); also return the places.
+
+    `flat` answers in float32, and in the order ([C,] B, O, h, w), of which a linear layer takes the rows as they are.
+    """
+    y = _room(x, flat)
     place = torch.empty(y.shape, dtype=torch.int8, device=x.device)
-    count = y.numel()
-    _pool[(triton.cdiv(count, _BLOCK),)](x, bias, y, place, H, W, channels, count, BLOCK=_BLOCK)
+    sizes = _windows(y)
+    _pool[_over(sizes, _GET)](x, bias, y, place, *sizes, H=x.shape[1], W=x.shape[2], O=x.shape[-1], **_GET)
     return y, place
 
 
-def pick(x: Tensor, place: Tensor) -> Tensor:
-    """Take the given places of (B, H, W, ...) -> (B, H/2, W/2, ...), and 0 where there is none."""
-    H, W, channels, _ = _size(x)
-    y = x.new_empty(place.shape)
-    count = y.numel()
-    _pick[(triton.cdiv(count, _BLOCK),)](x, place, y, H, W, channels, count, BLOCK=_BLOCK)
+def pick(x: Tensor, bias: Tensor, place: Tensor, *, flat: bool) -> Tensor:
+    """Take the given places of (B, H, W, ...) -> (B, H/2, W/2, ...), and add the bias; 0 where there is no place."""
+    y = _room(x, flat)
+    sizes = _windows(y)
+    _pick[_over(sizes, _GET)](x, bias, place, y, *sizes, H=x.shape[1], W=x.shape[2], O=x.shape[-1], **_GET)
     return y
 
 
-def unpick(g: Tensor, place: Tensor) -> Tensor:
-    """Put (B, H/2, W/2, ...) back where it was taken from, zeros elsewhere."""
-    h, w, channels, B = _size(g)
-    x = g.new_empty(B, 2 * h, 2 * w, *g.shape[3:])
-    count = g.numel()
-    _unpick[(triton.cdiv(count, _BLOCK),)](g, place, x, 2 * h, 2 * w, channels, count, BLOCK=_BLOCK)
-    return x
+def unpick(g: Tensor, place: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Put (B, H/2, W/2, ...) back where it was taken from, zeros elsewhere; also return its sum a channel, (...).
 
-
-def through(g: Tensor, place: Tensor) -> Tensor:
-    """Sum what passed the ReLU over all windows: contiguous (B, h, w, ...) -> (...), in float32."""
-    h, w, channels, B = _size(g)
-    windows = B * h * w
-    chunks = triton.cdiv(windows, _CHUNK)
-    out = torch.empty(chunks, *g.shape[3:], dtype=torch.float32, device=g.device)
-    _through[(chunks, triton.cdiv(channels, 64))](g, place, out, windows, channels, ROWS=32, CHUNK=_CHUNK, BLOCK=64)
-    return out.sum(0)
+    g may lie in memory as it likes.
+    """
+    B, h, w, *channels = g.shape
+    x = torch.empty(B, 2 * h, 2 * w, *channels, dtype=dtype, device=g.device)
+    sizes = _windows(g)
+    grid = _over(sizes, _PUT)
+    sums = torch.empty(grid[0], *channels, dtype=torch.float32, device=g.device)
+    _unpick[grid](g, place, x, sums, *sizes, H=2 * h, W=2 * w, O=channels[-1], **_PUT)
+    return x, sums.sum(0)
 
 
 ALONG, AGAINST, TAPS = 0, 1, 2
@@ -366,7 +390,7 @@ def descend(starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float |
 MOST_COLUMNS = 64
 """Taps times channels that one narrow product may have: seven channels."""
 _TAKE = {"P": 64, "num_warps": 4, "num_stages": 3}
-_WEIGH = {"P": 64, "num_warps": 4, "num_stages": 2}
+_WEIGH = {"P": 128, "num_warps": 4, "num_stages": 3}
 _EXACT_TAKE = {"P": 32, "num_warps": 4, "num_stages": 3}
 _EXACT_WEIGH = {"P": 32, "num_warps": 4, "num_stages": 3}
 
@@ -450,16 +474,16 @@ def normal(keys: Tensor, count: int) -> Tensor:
 def images(
     x: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return rows (..., B) of x (N, c, H, W) as a network sees them, (..., B, c, H, W).
+    """Return rows (..., B) of x (N, c, H, W) as a network sees them, (..., B, c, H, W), channels last in memory.
 
     With keys (...), one a batch, they are cropped and mirrored. `look` is the scale, and mean and deviation (c,).
     """
     scale, mean, std = look
     _, channels, H, W = x.shape
-    out = torch.empty(*rows.shape, channels, H, W, dtype=dtype, device=x.device)
+    out = torch.empty(*rows.shape, H, W, channels, dtype=dtype, device=x.device)
     rows = rows.contiguous()
     _images[(rows.numel(),)](
         x, rows, rows if keys is None else keys.contiguous(), mean, std, out, scale, rows.shape[-1], pad,
         CHANNELS=channels, H=H, W=W, AUGMENT=keys is not None, BLOCK=triton.next_power_of_2(channels * H * W),
     )  # fmt: skip
-    return out
+    return out.movedim(-1, -3)

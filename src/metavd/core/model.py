@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from ..tree import Params
-from . import fused, rng
+from . import dense, fused, rng
 from .types import Model
 from .variational import Noise, per_weight, spread, variance
 
@@ -49,7 +49,7 @@ class _Noisy(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Draw one noisy output a row; rows are S draws of B samples, one key a draw."""
+        """Draw one noisy output a row. Rows are S draws of B samples; with a `key` (S, 1) not (S,) draws share rows."""
         weight = self.weight
         mask = per_weight(self.mask, weight) if self.mask.numel() else None
         if mask is not None:
@@ -58,11 +58,15 @@ class _Noisy(nn.Module):
             return self.plain(x, weight)
         x = x.to(weight.dtype)
         if self.alpha.numel():
-            return self.plain(x * (1.0 + self.noise_scale() * self.draw(x)), weight)
-        sigma2 = self.variance if mask is None else self.variance * mask
+            x, noise = self.draws(x), self.draw(x)
+            return self.plain((x * (1.0 + self.noise_scale() * noise)).flatten(0, 1), weight)
+        return self.noisy(x, weight, self.variance if mask is None else self.variance * mask)
+
+    def noisy(self, x: Tensor, weight: Tensor, sigma2: Tensor) -> Tensor:
+        """Answer with Gaussian weights, by local reparameterisation."""
         mean = self.transform(x, weight, self.bias)
         std = (self.transform(x.square(), sigma2, None) + _STD_EPS).sqrt()
-        return self.after(mean + std * self.draw(mean))
+        return self.after((self.draws(mean) + self.draws(std) * self.draw(mean)).flatten(0, 1))
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         """Answer without noise; a block before this one may have answered in a shorter type."""
@@ -72,17 +76,39 @@ class _Noisy(nn.Module):
         """Apply what belongs to the layer beside its linear map."""
         return out
 
+    def draws(self, rows: Tensor) -> Tensor:
+        """Return rows as (S, B, ...), or (1, B, ...) where all draws share them."""
+        draws = self.key.shape[0] if self.key.dim() == 1 else 1
+        return rows.reshape(draws, rows.shape[0] // draws, *rows.shape[1:])
+
     def draw(self, like: Tensor) -> Tensor:
-        """Standard normals: the same rows of a draw get the same numbers however many rows follow them."""
-        draws = self.key.shape[0]
-        return rng.normal(self.key, [like.shape[0] // draws, *like.shape[1:]], like.dtype).reshape(like.shape)
+        """Standard normals (S, B, ...): the same rows of a draw get the same numbers however many rows follow them."""
+        return rng.normal(self.key.reshape(-1), self.draws(like).shape[1:], like.dtype)
 
 
 class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
+    leak: float | None = None
+    """The slope below 0 of the leaky ReLU that follows it in the module, which then is computed here."""
+
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Under vmap a bias in the product costs a call more than one added to it.
         out = functional.linear(x, weight)
         return out if bias is None else out + bias
+
+    def noisy(self, x: Tensor, weight: Tensor, sigma2: Tensor) -> Tensor:
+        if self.bias is None or x.dim() != 2 or not dense.usable(x):
+            return super().noisy(x, weight, sigma2)
+        mean, power = functional.linear(x, weight), functional.linear(x.square(), sigma2)
+        return dense.gauss(mean, self.bias, power, self.key, _STD_EPS, 1.0 if self.leak is None else self.leak)
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.to(weight.dtype)
+        if self.leak is None or self.bias is None or x.dim() != 2 or not dense.usable(x):
+            return super().plain(x, weight)
+        return dense.bend(functional.linear(x, weight), self.bias, self.leak)
+
+    def after(self, out: Tensor) -> Tensor:
+        return out if self.leak is None else functional.leaky_relu(out, self.leak)
 
     def noise_scale(self) -> Tensor:
         return self.alpha.sqrt()
@@ -92,13 +118,16 @@ class _NoisyConv2d(_Noisy, nn.Conv2d):
     precision: str = fused.EXACT
     pooled: bool = False
     """Whether the ReLU and the pooling that follow it in the module are computed here."""
+    flat: bool = False
+    """Whether its pixels are made a row next."""
 
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._conv_forward(x, weight, bias)
+        # Its second derivative asks how images lie in memory, and vmap knows one answer.
+        return self._conv_forward(x.contiguous() if x.is_cuda else x, weight, bias)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.pooled and self.bias is not None and _is_square(self) and fused.blockable(x, weight.shape[-4]):
-            return fused.block(x, weight, self.bias, self.precision)
+            return fused.block(x, weight, self.bias, self.precision, flat=self.flat)
         return super().plain(x, weight)
 
     def after(self, out: Tensor) -> Tensor:
@@ -117,22 +146,35 @@ def _is_square(conv: nn.Conv2d) -> bool:
 
 
 def _fuse(module: nn.Module, precision: str) -> None:
-    """Let convolutions of a Sequential compute the ReLU and the 2x2 max-pooling that follow them, in place."""
-    usual = nn.MaxPool2d(2)
+    """Let layers of a Sequential compute what follows them, in place.
+
+    Convolutions a ReLU and a 2x2 max-pooling, linear layers a leaky ReLU.
+    """
     uses = Counter(id(layer) for _, layer in module.named_modules(remove_duplicate=False))
     for part in module.modules():
         if isinstance(part, _NoisyConv2d):
             part.precision = precision
         if type(part) is not nn.Sequential:
             continue
-        for i in range(len(part) - 2):
-            conv, relu, pool = part[i], part[i + 1], part[i + 2]
-            if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and isinstance(conv, _NoisyConv2d):
-                if uses[id(conv)] > 1:  # elsewhere it may be followed by something else
-                    continue
-                sizes = ((getattr(pool, name), getattr(usual, name)) for name in usual.__constants__)
-                if all(own in (plain, (plain, plain)) for own, plain in sizes):
-                    conv.pooled, part[i + 1], part[i + 2] = True, nn.Identity(), nn.Identity()
+        layers = [*part, nn.Identity(), nn.Identity(), nn.Identity()]
+        for i, layer in enumerate(part):
+            after = layers[i + 1 : i + 4]
+            if uses[id(layer)] > 1:  # elsewhere it may be followed by something else
+                continue
+            if isinstance(layer, _NoisyConv2d) and type(after[0]) is nn.ReLU and _halves(after[1]):
+                layer.pooled, part[i + 1], part[i + 2] = True, nn.Identity(), nn.Identity()
+                layer.flat = type(after[2]) is nn.Flatten and after[2].start_dim == 1 and after[2].end_dim == -1
+            elif isinstance(layer, _NoisyLinear) and type(after[0]) is nn.LeakyReLU and after[0].negative_slope > 0:
+                layer.leak, part[i + 1] = after[0].negative_slope, nn.Identity()
+
+
+def _halves(pool: nn.Module) -> bool:
+    """Whether a module is the usual max-pooling of 2x2 pixels."""
+    usual = nn.MaxPool2d(2)
+    if type(pool) is not nn.MaxPool2d:
+        return False
+    sizes = ((getattr(pool, name), getattr(usual, name)) for name in usual.__constants__)
+    return all(own in (plain, (plain, plain)) for own, plain in sizes)
 
 
 _NOISY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _NoisyLinear, nn.Conv2d: _NoisyConv2d}
@@ -232,9 +274,13 @@ def from_module(
         if draws == 1:
             return _call(module, given, x, tied)[None]
         noisy = {name.partition(".")[0] for name in extras}
-        before, after = parts(next(i for i, name in enumerate(module._modules) if name in noisy))
+        first, name = next((i, name) for i, name in enumerate(module._modules) if name in noisy)
+        before, after = parts(first)
         x = _call(before, given, x, tied)
-        x = x.expand(draws, *x.shape).reshape(draws * rows, *x.shape[1:])
+        if after is not module and isinstance(module._modules[name], _Noisy):
+            given[f"{name}.key"] = given[f"{name}.key"][:, None]
+        else:
+            x = x.expand(draws, *x.shape).reshape(draws * rows, *x.shape[1:])
         return _call(after, given, x, tied).reshape(draws, rows, -1)
 
     def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:  # noqa: ARG001

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..tree import Params
-from . import rng
+from . import dense, rng
 from .types import Batch, Model, Objective
 from .variational import Noise, kl
 
@@ -23,11 +23,14 @@ Schedule = Callable[[Tensor], Tensor]
 """Round (a scalar tensor, the first is 0) -> weight."""
 
 
-def mean_cross_entropy(logits: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the real rows of -log softmax(logits)[y]; 0 when there is none. logits (B, K), y, mask (B,).
+def mean_cross_entropy(drawn: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the real rows of -log softmax(logits)[y], 0 when there is none; logits are the mean of (S, B, K).
 
     As one product with the labels' weights, which no gradient meets: few calls, and the same under vmap.
     """
+    if dense.entropic(drawn):
+        return dense.entropy(drawn, y, mask)
+    logits = drawn.squeeze(0) if len(drawn) == 1 else drawn.mean(0)
     share = torch.full_like(logits[:, 0], 1.0 / len(y)) if mask is None else mask / mask.sum().clamp(min=1.0)
     labels = share[:, None] * (y[:, None] == torch.arange(logits.shape[1], device=y.device))
     return -(functional.log_softmax(logits, -1) * labels).sum()
@@ -41,8 +44,7 @@ def cross_entropy(model: Model, draws: int = 0) -> Objective:
 
     def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
         keys = rng.split(batch.key, draws) if draws else None
-        drawn = model.apply(params, batch.x, keys)
-        return mean_cross_entropy(drawn.squeeze(0) if len(drawn) == 1 else drawn.mean(0), batch.y, batch.mask)
+        return mean_cross_entropy(model.apply(params, batch.x, keys), batch.y, batch.mask)
 
     return objective
 
@@ -97,10 +99,9 @@ def ramp(beta: float, rounds: int, share: float = 0.02) -> Schedule:
     def schedule(round: Tensor) -> Tensor:
         if length <= 0:
             return torch.full_like(round, beta)
-        progress = round / length
         # r / (share R) may exceed 1 by rounding at the last round of the ramp, which still belongs to it.
-        rising = progress <= 1.0 + 1e-6
-        return torch.where(rising, beta * torch.sigmoid(12.0 * (progress - 0.5)), torch.full_like(progress, beta))
+        over = round > length * (1.0 + 1e-6)
+        return beta * torch.sigmoid(round * (12.0 / length) - 6.0).masked_fill(over, 1.0)
 
     return schedule
 

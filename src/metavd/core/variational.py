@@ -15,6 +15,7 @@ which swallows the KL's first steps; near 0 it does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..tree import Params
-from . import fused
+from . import dense, fused
 
 Kind = Literal["logvar", "logalpha", "input"]
 
@@ -124,6 +125,13 @@ def spread(noise: Noise, params: Params, layer: str) -> Tensor:
     )
 
 
+def _fusible(noise: Noise, params: Params, layer: str) -> Tensor | None:
+    """Return what is stored of a layer's spread where `dense` can compute with it."""
+    stored = params.get(noise.entry(layer))
+    usual = noise.kind == "logvar" and noise.inward and f"{layer}.mask" not in params
+    return stored if usual and stored is not None and dense.usable(stored) else None
+
+
 def per_weight(value: Tensor, weight: Tensor) -> Tensor:
     """Spread a value per input unit (in,) over a weight (out, in, ...); others pass."""
     if value.dim() == 1 and weight.dim() > 1:
@@ -133,6 +141,9 @@ def per_weight(value: Tensor, weight: Tensor) -> Tensor:
 
 def variance(noise: Noise, params: Params, layer: str) -> Tensor:
     """Return sigma^2, one a weight."""
+    stored = _fusible(noise, params, layer)
+    if stored is not None:
+        return dense.variance(stored, noise.offset, noise.low - noise.offset, noise.high - noise.offset)
     weight, value = params[f"{layer}.weight"], spread(noise, params, layer).exp()
     return value if noise.kind == "logvar" else per_weight(value, weight) * weight.square()
 
@@ -165,9 +176,17 @@ def kl_terms(noise: Noise, params: Params, layer: str) -> Tensor:
 
 def kl(noise: Noise, params: Params, *, mean: bool = True) -> Tensor:
     """Return the KL over all posteriors of all layers: their mean (the released code's) or their sum (the ELBO's)."""
-    terms = [kl_terms(noise, params, layer) for layer in noise.layers]
-    total = reduce(torch.add, (term.sum() for term in terms))
-    return total / sum(term.numel() for term in terms) if mean else total
+    count = sum(math.prod(noise.shape(params[f"{layer}.weight"].shape)) for layer in noise.layers)
+    return reduce(torch.add, (_kl_of(noise, params, layer, 1 / count if mean else 1.0) for layer in noise.layers))
+
+
+def _kl_of(noise: Noise, params: Params, layer: str, scale: float) -> Tensor:
+    """Return one layer's KL, times a scale."""
+    stored = _fusible(noise, params, layer)
+    if stored is None:
+        return kl_terms(noise, params, layer).sum() * scale
+    place = (noise.offset, noise.low - noise.offset, noise.high - noise.offset, _EPS)
+    return dense.kl(stored, params[f"{layer}.weight"], place, scale)
 
 
 def without_gradient(noise: Noise, stored: Tensor) -> Tensor:

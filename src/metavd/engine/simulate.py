@@ -5,6 +5,7 @@ Shape letters: C clients of the cohort.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -106,11 +107,13 @@ def _begin(
     adapted, losses = trainer(algorithm, pool, state, cohort)
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), pool.x.device).to(pool.dtype)
     new = algorithm.server.update(state, Update(over(cohort, pool.x.device), adapted, weight))
+    answered = adapted | {"loss": losses}
     loss = (losses * weight).sum() / weight.sum()
+    told = _fetch(torch.stack([loss, *_sizes([*answered.values(), *new.params.values()])]))
 
     def finish() -> Record:
-        answered = adapted | {"loss": losses}
-        if not _finite([*answered.values(), *new.params.values()]):
+        mean, *sizes = told()
+        if not all(map(math.isfinite, sizes)):
             check_finite(answered, done + 1, cohort)
             check_finite(new.params, done + 1, None)
         traffic = _traffic(adapted, len(cohort))
@@ -118,7 +121,7 @@ def _begin(
             round=done + 1,
             cohort=cohort.tolist(),
             lost=list(lost),
-            loss=float(loss),
+            loss=mean,
             down=down + sum(each.down for each in traffic),
             up=sum(each.up for each in traffic),
             dense_down=dense + sum(each.dense for each in traffic),
@@ -136,10 +139,30 @@ def _traffic(adapted: Params, count: int) -> list[wire.Traffic]:
     return [wire.traffic(tree.unstack(adapted | masks, i)) for i in range(count)]
 
 
+def _sizes(values: list[Tensor]) -> list[Tensor]:
+    """Return each tensor's sum of magnitudes: quick, and not finite where a summand is not; it may overflow."""
+    return [size.to(values[0].dtype) for size in torch._foreach_norm(values, 1)]
+
+
+def _fetch(values: Tensor) -> Callable[[], list[float]]:
+    """Send numbers (n,) to the host; return what waits for them, and not for anything that the device does later."""
+    if not values.is_cuda:
+        return values.tolist
+    here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return here.tolist()
+
+    return wait
+
+
 def _finite(values: Iterable[Tensor]) -> bool:
-    """Ask the device once for all tensors. A sum is quick, and not finite where a summand is not; it may overflow."""
+    """Ask the device once for all tensors."""
     every = list(values)
-    if torch.isfinite(torch.stack([value.sum() for value in every])).all():
+    if torch.isfinite(torch.stack(_sizes(every))).all():
         return True
     return all(bool(torch.isfinite(value).all()) for value in every)
 

@@ -89,10 +89,13 @@ def batches_of(
 ) -> list[Batch]:
     """Return one step's G batches of C clients, from that step's rows, mask and keys of a `Table`."""
     rows, mask, keys = drawn
+    # Batch by batch, not client by client: then each is one piece of memory.
+    rows, mask, keys = (value.transpose(0, 1) for value in (rows, mask, keys))
     x, y = pool.many(rows, keys[..., 1] if sampling.augment else None), pool.y[rows]
-    rounds = round.expand(len(rows))
-    # Second derivatives of convolutions ask how images lie in memory, which vmap cannot tell of a part.
-    return [Batch(x[:, j].contiguous(), y[:, j], mask[:, j], keys[:, j, 0], rounds, size) for j in range(rows.shape[1])]
+    if not x.is_cuda:  # second derivatives of convolutions ask how images lie in memory, and vmap knows one answer
+        x = x.contiguous()
+    rounds = round.expand(len(size))
+    return [Batch(x[j], y[j], mask[j], keys[j, :, 0], rounds, size) for j in range(len(rows))]
 
 
 @dataclass(eq=False)
