@@ -23,7 +23,8 @@ def found(device: str, **more: Any) -> dict[str, Any]:
     return {
         "device": device, "machine": f"a {device}", "threads": 2, "torch": "2.13", "python": "3.11", "version": "0.1",
         "commit": "c0ffee", "date": "2026-01-01", "quick": False, "command": f"metavd bench --device {device}",
-        "peaks": {"float32": 1e11}, "curves": {"cohort": [{"value": value, **point} for value in (1, 1000)]},
+        "peaks": {"float32": 1e11}, "whole": [],
+        "curves": {"cohort": [{"value": value, **point} for value in (1, 1000)]},
         "workloads": [{
             "name": "tiny", "flops_image": 3e4, "images": 2000,
             "variants": [
@@ -101,11 +102,30 @@ def test_without_curves_there_is_no_picture(tmp_path):
     assert not (tmp_path / "performance_files").exists()
 
 
+def test_whole_runs_have_a_table(tmp_path):
+    page = tmp_path / "performance.md"
+    run = {
+        "method": "maml",
+        "rounds": 1000,
+        "seconds": 51.23,
+        "start_s": 4.5,
+        "round_s": 0.05,
+        "test": 0.8,
+        "unseen": 0.7,
+    }
+    write_page(page, stored(tmp_path / "results", "cuda", whole=[run, {"method": "reptile", "error": "no"}]))
+    text = page.read_text()
+    assert "| maml | 1,000 | 51.2 | 4.5 | 50.0 | 80.00% | 70.00% |" in text
+    assert "| reptile | failed |" in text
+
+
 def test_pieces_of_one_machine_and_commit_come_together():
     """Law: what was measured anew replaces its like, the rest stays; another commit starts from nothing."""
     old = found("cpu", curves={"cohort": [], "width": []})
-    new = found("cpu", curves={"cohort": [1]}, workloads=[{"name": "cifar"}])
-    both = merged(old, new)
+    new = found("cpu", curves={"cohort": [1]}, workloads=[{"name": "cifar"}], command="metavd bench --only cifar")
+    both = merged(old | {"whole": [1]}, new)
+    assert both["whole"] == [1]
+    assert both["command"].split("\n") == ["metavd bench --device cpu", "metavd bench --only cifar"]
     assert [each["name"] for each in both["workloads"]] == ["tiny", "cifar"]
     assert both["curves"] == {"cohort": [1], "width": []}
     assert merged(both, new) == both

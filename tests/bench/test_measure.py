@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from metavd.bench import measure
+from metavd.bench import measure, whole
 from metavd.bench.measure import (
     OURS,
     BenchError,
@@ -26,6 +28,7 @@ from metavd.bench.measure import (
 )
 from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
 from metavd.cli import main
+from metavd.experiment.run import run
 
 SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
 PEAKS = {"float32": 1e9, "tf32": 4e9}
@@ -156,9 +159,10 @@ def test_repetitions_go_in_turn_and_a_broken_variant_is_not_asked_again(monkeypa
     [
         (
             ["--device", "cpu", "--only", "cifra"],
-            "there is no workload or curve 'cifra' on cpu; choose from cifar, tiny",
+            "there is no part 'cifra' on cpu; choose from cifar, tiny",
         ),
-        (["--device", "cpu", "--only", "paper"], "no workload or curve 'paper' on cpu"),
+        (["--device", "cpu", "--only", "paper"], "no part 'paper' on cpu"),
+        (["--device", "cuda", "--only", "whole"], "no --root names the folder"),
         (["--device", "cpu", "--set", "chunks=3"], "there is no setting 'chunks'"),
         (["--device", "cpu", "--pfl-python", "/no/such"], "/no/such is no Python interpreter"),
         (["--device", "cpu", "--flower-python", sys.executable], "cannot import flwr, ray"),
@@ -176,6 +180,19 @@ def test_wrong_input_is_one_sentence(arguments, wanted, capsys, monkeypatch):
     said = capsys.readouterr().err.strip()
     assert wanted in said
     assert "\n" not in said
+
+
+def test_a_whole_run_tells_what_it_took():
+    """The very process, on digits: the first round is over before the run is, and the result is that of `run`."""
+    settings = {"data": "digits", "model": "mlp", "width": 8, "partition": "iid", "clients": 4, "unseen": 2,
+                "cohort": 2, "rounds": 3, "eval_every": 2, "method": "reptile", "device": "cpu"}  # fmt: skip
+    told = json.dumps({"began": time.time(), "settings": settings})
+    answer = subprocess.run([sys.executable, "-m", "metavd.bench.whole"], input=told, check=True, capture_output=True,
+                            text=True)  # fmt: skip
+    found = json.loads(answer.stdout)
+    assert 0 < found["start_s"] < found["seconds"]
+    assert (found["method"], found["rounds"]) == ("reptile", 3)
+    assert found["test"] == run(**whole.SETTING | settings)["test"]["accuracy"]
 
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch):

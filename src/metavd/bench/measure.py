@@ -20,10 +20,13 @@ import torch
 
 from ..experiment.provenance import provenance
 from ..experiment.spec import Experiment, with_settings
+from . import whole
 from .ours import dealt
 from .workload import CURVES, WORKLOADS, Order, Workload, curve, training_flops
 
 OURS = "metavd"
+WHOLE = "whole"
+"""The part of a benchmark that takes whole runs."""
 KEPT = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
@@ -278,6 +281,20 @@ def scaled(
     return points
 
 
+def whole_run(method: str, root: str, note: Note, *, quick: bool) -> dict[str, Any]:
+    """Let a process of its own take a whole run; return what it took, or the error that ended it."""
+    note(f"  whole run of {method}")
+    settings: dict[str, Any] = {"method": method, "root": root, "device": "cuda"} | ({"rounds": 30} if quick else {})
+    answer = subprocess.run(
+        [sys.executable, "-m", "metavd.bench.whole"], input=json.dumps({"began": time.time(), "settings": settings}),
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    if answer.returncode:
+        return {"method": method, "error": (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
 def bench(
     device: str,
     *,
@@ -286,15 +303,18 @@ def bench(
     settings: Mapping[str, Any] | None = None,
     flower: str | None = None,
     pfl: str | None = None,
+    root: str | None = None,
     command: str = "",
     note: Note = lambda _: None,
 ) -> dict[str, Any]:
     """Measure workloads and curves on a device; return everything as plain values."""
     works = {work.name: work for work in WORKLOADS[device]}
-    unknown = sorted(set(only) - {*works, *CURVES})
+    parts = [*works, *CURVES, *([WHOLE] if device == "cuda" else [])]
+    unknown = sorted(set(only) - set(parts))
     if unknown:
-        raise BenchError(f"there is no workload or curve {unknown[0]!r} on {device}; choose from "
-                         f"{', '.join([*works, *CURVES])}")  # fmt: skip
+        raise BenchError(f"there is no part {unknown[0]!r} on {device}; choose from {', '.join(parts)}")
+    if WHOLE in only and root is None:
+        raise BenchError("whole runs are of CIFAR-10, but no --root names the folder of its files")
     with_settings(Experiment(method="fedavg"), settings or {})
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchError("device is cuda, but torch finds no CUDA GPU here; use --device cpu")
@@ -304,7 +324,7 @@ def bench(
         [sys.executable, "-m", "metavd.bench.peak", device], check=True, capture_output=True, text=True
     )
     peaks = json.loads(answer.stdout)
-    wanted = set(only) or {*works, *CURVES}
+    wanted = set(only) or {*parts} - ({WHOLE} if root is None else set())
     return {
         "device": device,
         **provenance(device),
@@ -319,4 +339,5 @@ def bench(
         "curves": {
             name: scaled(name, device, chosen[0], peaks, note, quick=quick) for name in CURVES if name in wanted
         },
+        "whole": [whole_run(method, root, note, quick=quick) for method in whole.METHODS if root and WHOLE in wanted],
     }

@@ -18,7 +18,7 @@ _STORE = "results"
 @click.command("bench")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--only", metavar="A,B",
-              help="Only these: cifar, tiny, cohort, clients, width; on cuda also paper, paper100.")  # fmt: skip
+              help="Only these: cifar, tiny, cohort, clients, width; on cuda also paper, paper100, whole.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
 @click.option("--json", "place", type=click.Path(dir_okay=False), metavar="FILE",
@@ -28,9 +28,11 @@ _STORE = "results"
 @click.option("--render", is_flag=True, help="Measure nothing; write the page from the figures that are stored.")
 @click.option("--flower-python", metavar="PATH", help="An interpreter that has flwr[simulation] and torch.")
 @click.option("--pfl-python", metavar="PATH", help="An interpreter that has pfl and torch.")
+@click.option("--root", metavar="DIR", type=click.Path(exists=True, file_okay=False),
+              help="Folder with CIFAR-10's files, for whole runs on a GPU.")  # fmt: skip
 def bench_command(
     *, device: str, only: str | None, quick: bool, pairs: tuple[str, ...], place: str | None, page: str | None,
-    render: bool, flower_python: str | None, pfl_python: str | None,
+    render: bool, flower_python: str | None, pfl_python: str | None, root: str | None,
 ) -> None:  # fmt: skip
     """Measure the engine beside the loops that people write, Flower and pfl.
 
@@ -56,6 +58,7 @@ def bench_command(
         settings=settings_of(None, list(pairs), {}),
         flower=flower_python,
         pfl=pfl_python,
+        root=root,
         command=f"metavd {shlex.join(sys.argv[1:])}",
         note=reporter.note,
     )
@@ -71,6 +74,9 @@ def bench_command(
         for point in points:
             line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]
             click.echo(f"{name} {point['value']:>7,}: {line}")
+    for each in found["whole"]:
+        line = f"{each['seconds']:.1f} s, first round after {each['start_s']:.1f} s" if "seconds" in each else ""
+        click.echo(f"whole run of {each['method']}: {line or each['error']}")
     if store is not None:
         store_figures(store, found)
         click.echo(f"Figures: {store}")
