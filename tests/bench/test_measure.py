@@ -106,6 +106,14 @@ def test_a_process_carries_out_an_order(module):
     assert found["start_s"] > 0
 
 
+def test_an_order_longer_than_a_pipe_arrives():
+    """Law: a thousand clients a round make an order that no pipe holds; the process must not wait for its end."""
+    told = order_of(SMALL, "cpu", Pace(1, 2, 60.0))
+    told = replace(told, cohorts=told.cohorts * 8_000)
+    assert len(told.to_json()) > 1 << 18
+    assert len(call(Variant("loop", "plain"), told)["seconds"]) == 2
+
+
 def test_what_ends_a_process_is_its_error():
     found = call(Variant("nothing", "no_such_module"), order())
     assert found.keys() == {"error"}

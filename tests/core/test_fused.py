@@ -32,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", 256)
     monkeypatch.setattr(kernels, "_GET", {"ROWS": 2, "BLOCK": 8})
     monkeypatch.setattr(kernels, "_PUT", {"CHUNK": 4, "ROWS": 2, "BLOCK": 8})
-    for name in ("_TAKE", "_WEIGH", "_EXACT_TAKE", "_EXACT_WEIGH"):
+    for name in ("_TAKE", "_WEIGH", "_FLOAT_TAKE", "_FLOAT_WEIGH"):
         monkeypatch.setattr(kernels, name, {"P": 16})
     monkeypatch.setattr(fused, "poolable", lambda x: x.dtype != torch.float64 and x.shape[-1] % 2 == 0)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -110,12 +110,13 @@ def call(variant: Variant, order: Order) -> dict[str, Any]:
     began = time.perf_counter()
     with (
         _alone() as folder,
+        _told(order.to_json()) as told,
         subprocess.Popen(
-            [variant.python, "-m", f"metavd.bench.{variant.module}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [variant.python, "-m", f"metavd.bench.{variant.module}"], stdin=told, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, env=variant.environment | {"PYTHONPATH": folder},
         ) as process,
     ):  # fmt: skip
-        said, failed, most = _listen(process, order.to_json())
+        said, failed, most = _listen(process)
     lines = [line for line in said.splitlines() if line.startswith("{")]  # frameworks write there too
     if process.returncode or not lines:
         reason = failed.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
@@ -143,15 +144,24 @@ def _alone() -> Iterator[str]:
         yield os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _listen(process: subprocess.Popen[str], told: str | None) -> tuple[str, str, float]:
+@contextmanager
+def _told(text: str) -> Iterator[IO[str]]:
+    """Return a text as a file to read: one too long for a pipe would wait there while the process is listened to."""
+    with tempfile.TemporaryFile("w+") as file:
+        file.write(text)
+        file.seek(0)
+        yield file
+
+
+def _listen(process: subprocess.Popen[str]) -> tuple[str, str, float]:
     """Wait for a process; return what it wrote and the most memory that it and its descendants had."""
     most, until = 0.0, time.monotonic() + _LIMIT
     while time.monotonic() < until:
         try:
-            said, failed = process.communicate(told, timeout=_PAUSE)
+            said, failed = process.communicate(timeout=_PAUSE)
             return said, failed, most
         except subprocess.TimeoutExpired:
-            most, told = max(most, sum(map(_resident, _family(process.pid)))), None  # it has been told
+            most = max(most, sum(map(_resident, _family(process.pid))))
         except BaseException:
             process.kill()
             raise

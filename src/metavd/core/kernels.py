@@ -391,8 +391,8 @@ MOST_COLUMNS = 64
 """Taps times channels that one narrow product may have: seven channels."""
 _TAKE = {"P": 64, "num_warps": 4, "num_stages": 3}
 _WEIGH = {"P": 128, "num_warps": 4, "num_stages": 3}
-_EXACT_TAKE = {"P": 32, "num_warps": 4, "num_stages": 3}
-_EXACT_WEIGH = {"P": 32, "num_warps": 4, "num_stages": 3}
+_FLOAT_TAKE = {"P": 32, "num_warps": 4, "num_stages": 3}
+_FLOAT_WEIGH = {"P": 32, "num_warps": 4, "num_stages": 3}
 
 
 def _columns(channels: int) -> int:
@@ -415,7 +415,7 @@ def take(x: Tensor, weight: Tensor, bias: Tensor, given: Tensor | None, precisio
     y = x.new_empty(B, H // 2, W // 2, C, O)
     place = torch.empty(y.shape, dtype=torch.int8, device=x.device) if given is None else given
     windows = B * (H // 2) * (W // 2)
-    config = _EXACT_TAKE if precision == "ieee" and x.dtype == torch.float32 else _TAKE
+    config = _FLOAT_TAKE if x.dtype == torch.float32 else _TAKE
     wide = _filters(O)
     sc, sb, si, sy, sx = x.stride()
     _take[(triton.cdiv(windows, config["P"]), O // wide, C)](
@@ -430,7 +430,7 @@ def weigh(x: Tensor, g: Tensor, place: Tensor, precision: str) -> tuple[Tensor, 
     C, B, I, H, W = x.shape
     O = g.shape[-1]
     windows = B * (H // 2) * (W // 2)
-    config = _EXACT_WEIGH if precision == "ieee" and x.dtype == torch.float32 else _WEIGH
+    config = _FLOAT_WEIGH if x.dtype == torch.float32 else _WEIGH
     chunks = triton.cdiv(windows, _CHUNK)
     gw = torch.empty(C, chunks, O, I, 3, 3, dtype=torch.float32, device=x.device)
     gb = torch.empty(C, chunks, O, dtype=torch.float32, device=x.device)
