@@ -7,7 +7,8 @@ be captured, because it asks the device for a number on its way, is run as it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,12 +38,23 @@ def captured(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Refuse to wait for the device: within a capture that would fail, and leave torch's generators unusable."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def _record(function: Callable[..., Any], leaves: list[Tensor], shape: Any) -> Callable[[list[Tensor]], Any]:
     """Capture the function; return its replay as a function of the flat arguments."""
     inputs = [leaf.clone() for leaf in leaves]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), _no_questions():
         function(*pytree.tree_unflatten(inputs, shape))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
