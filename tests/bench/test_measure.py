@@ -43,14 +43,21 @@ def answer(*seconds: float, **more: object) -> dict[str, object]:
 
 
 def test_figures_follow_from_the_seconds():
-    """Closed form: two repetitions of two rounds of 40 images."""
+    """Closed form: two repetitions of two rounds of 40 images, of which the fastest counts."""
     found = figures(order(), [answer(1.0, 2.0), answer(4.0, 3.0, memory_mb=12.0)], PEAKS)
-    assert (found["round_s"], found["rounds"], found["fastest_s"], found["slowest_s"]) == (2.5, 4, 1.0, 4.0)
-    assert found["images_s"] == 160 / 10
-    flops = training_flops(SMALL) * 16
+    assert (found["round_s"], found["rounds"], found["median_s"], found["slowest_s"]) == (1.0, 4, 2.5, 4.0)
+    assert found["images_s"] == 40
+    flops = training_flops(SMALL) * 40
     assert found["tflops"] == pytest.approx(flops / 1e12)
     assert found["share"] == pytest.approx(flops / 1e9)
     assert found["memory_mb"] == 12.0
+
+
+def test_of_rounds_that_differ_the_mean_counts():
+    """Closed form: 40 and 20 images in 1 and 4 seconds."""
+    ragged = replace(order(), cohorts=((0, 1), (0, 1, 2, 3)))
+    found = figures(ragged, [answer(1.0, 4.0)], PEAKS)
+    assert (found["round_s"], found["images_s"]) == (2.5, 12)
 
 
 def test_the_peak_is_that_of_the_precision():

@@ -163,6 +163,27 @@ def test_a_step_of_all_entries(clip: float | None) -> None:
             torch.testing.assert_close(value[c], start[name][c] - 0.1 * scale * slope[name][c], rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_in_place() -> None:
+    """Law: told so, a step writes where its parameters are, and to the same bits as elsewhere."""
+    start, slope = ({"a": normal(C, 5, 7, scale=scale), "b": normal(C, 1100, scale=scale)} for scale in (1.0, 2.0))
+    expected = vmap(lambda a, b: fused.descend(a, b, 0.1, 5.0))(start, slope)
+    with fused.in_place():
+        found = vmap(lambda a, b: fused.descend(a, b, 0.1, 5.0))(start, slope)
+    for name, value in expected.items():
+        assert found[name].data_ptr() == start[name].data_ptr() != value.data_ptr()
+        assert torch.equal(found[name], value)
+
+
+def test_what_a_number_on_the_device_points_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parity with indexing, for tensors of several types and sizes."""
+    values = [normal(4, 300), torch.arange(4 * 7, device=DEVICE).reshape(4, 7), normal(4, 2, 1)]
+    monkeypatch.setattr(fused, "ready", lambda: True)
+    for number in range(4):
+        for found in (kernels.pull, fused.pull):
+            pulled = found(values, torch.tensor([number], device=DEVICE))
+            assert all(torch.equal(one, value[number]) for one, value in zip(pulled, values, strict=True))
+
+
 def test_random_numbers_are_those_of_rng() -> None:
     """Parity: hashes to the bit, normal numbers to rounding, also under two vmaps."""
     keys = rng.split(rng.split(rng.key(3), 4), 3)
@@ -188,7 +209,9 @@ def test_images_are_cropped_mirrored_and_normalised(augmented: bool) -> None:
     rows = torch.arange(12, device=DEVICE).reshape(2, 2, 3) + 5
     keys = rng.split(rng.split(rng.key(1, DEVICE), 2), 2)
     mean, std = torch.tensor([0.4, 0.5, 0.6], device=DEVICE), torch.tensor([0.2, 0.3, 0.4], device=DEVICE)
-    found = fused.images(x, rows, keys if augmented else None, (1 / 255, mean, std), PAD)
+    y = torch.arange(20, device=DEVICE) % 7
+    found, labels = fused.images(x, y, rows, keys if augmented else None, (1 / 255, mean, std), PAD)
+    assert torch.equal(labels, y[rows])
     for i in range(2):
         for j in range(2):
             raw = crop_and_flip(x[rows[i, j]], keys[i, j]) if augmented else x[rows[i, j]]

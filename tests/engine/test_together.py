@@ -57,7 +57,7 @@ def test_a_client_that_is_done_takes_no_part(monkeypatch: pytest.MonkeyPatch) ->
     taken: list[int] = []
     many = type(setup.pool).many
 
-    def counting(pool: object, rows: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+    def counting(pool: object, rows: torch.Tensor, keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         taken.append(rows.shape[1])
         return many(pool, rows, keys)
 

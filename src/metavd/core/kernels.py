@@ -263,11 +263,20 @@ def _normal(keys, out, count, half, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _pull(number, sources, outs, sizes, BLOCK: tl.constexpr):
+    first = tl.load(number)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for i in tl.static_range(len(sources)):
+        here = at < sizes[i]
+        tl.store(outs[i] + at, tl.load(sources[i] + first * sizes[i] + at, mask=here, other=0), mask=here)
+
+
+@triton.jit
 def _images(
-    x, rows, keys, mean, std, out, scale, batch, pad,
+    x, y, rows, keys, mean, std, out, labels, scale, batch, pad,
     CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, AUGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One image a program: `augment.crop_and_flip`, then (value * scale - mean) / std."""
+    """One image a program: `augment.crop_and_flip`, then (value * scale - mean) / std; and its label."""
     place = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     here = e < CHANNELS * H * W
@@ -289,7 +298,8 @@ def _images(
     minus = tl.load(mean + channel, mask=here, other=0.0)
     over = tl.load(std + channel, mask=here, other=1.0)
     value = (value * scale - minus) / over
-    tl.store(out + place * (CHANNELS * H * W) + e, value.to(out.dtype.element_ty), mask=here)
+    tl.store(out + place * (CHANNELS * H * W) + e, value, mask=here)
+    tl.store(labels + place, tl.load(y + row))
 
 
 def _room(like: Tensor, flat: bool) -> Tensor:
@@ -370,11 +380,13 @@ _LANES = 32
 """Programs that share a client's parameters."""
 
 
-def descend(starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None) -> list[Tensor]:
+def descend(
+    starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None, *, in_place: bool = False
+) -> list[Tensor]:
     """Take a clipped step of every client: entries (C, ...) of all kinds, one norm a client over all of them."""
     clients = len(starts[0])
     starts, slopes = ([value.contiguous() for value in values] for values in (starts, slopes))
-    ends = [torch.empty_like(value) for value in starts]
+    ends = [value.detach() if in_place else torch.empty_like(value) for value in starts]
     sizes = tuple(value.numel() // clients for value in starts)
     grid = (_LANES, clients)
     squares = torch.empty(clients, _LANES, dtype=torch.float32, device=starts[0].device)
@@ -472,18 +484,28 @@ def normal(keys: Tensor, count: int) -> Tensor:
 
 
 def images(
-    x: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor, y: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int
+) -> tuple[Tensor, Tensor]:
     """Return rows (..., B) of x (N, c, H, W) as a network sees them, (..., B, c, H, W), channels last in memory.
 
-    With keys (...), one a batch, they are cropped and mirrored. `look` is the scale, and mean and deviation (c,).
+    And their labels, of y (N,). With keys (...), one a batch, images are cropped and mirrored. `look` is the scale, and
+    mean and deviation (c,).
     """
     scale, mean, std = look
     _, channels, H, W = x.shape
-    out = torch.empty(*rows.shape, H, W, channels, dtype=dtype, device=x.device)
+    out = torch.empty(*rows.shape, H, W, channels, dtype=torch.float32, device=x.device)
+    labels = torch.empty(rows.shape, dtype=y.dtype, device=x.device)
     rows = rows.contiguous()
     _images[(rows.numel(),)](
-        x, rows, rows if keys is None else keys.contiguous(), mean, std, out, scale, rows.shape[-1], pad,
+        x, y, rows, rows if keys is None else keys.contiguous(), mean, std, out, labels, scale, rows.shape[-1], pad,
         CHANNELS=channels, H=H, W=W, AUGMENT=keys is not None, BLOCK=triton.next_power_of_2(channels * H * W),
     )  # fmt: skip
-    return out.movedim(-1, -3)
+    return out.movedim(-1, -3), labels
+
+
+def pull(values: list[Tensor], number: Tensor) -> list[Tensor]:
+    """Return values[i][number] of contiguous tensors, where the number (1,) is known to the device alone."""
+    outs = [value.new_empty(value.shape[1:]) for value in values]
+    sizes = tuple(out.numel() for out in outs)
+    _pull[(triton.cdiv(max(sizes), _BLOCK),)](number, tuple(values), tuple(outs), sizes, BLOCK=_BLOCK)
+    return outs

@@ -61,14 +61,18 @@ class Pool(NamedTuple):
             raw = changed
         return self.normalise(raw, domain)
 
-    def many(self, rows: Tensor, keys: Tensor | None) -> Tensor:
-        """Return the `inputs` of many batches at once, rows (..., B), keys (...), one a batch, in the usual layout."""
+    def many(self, rows: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `inputs` and labels of many batches at once, rows (..., B), keys (...), one a batch.
+
+        How they lie in memory is left to the device.
+        """
         if self.look is not None and self.x.is_cuda and self.dtype == torch.float32 and fused.ready():
-            return fused.images(self.x, rows, keys if self.federation.source.augment else None, self.look, PAD)
+            given = keys if self.federation.source.augment else None
+            return fused.images(self.x, self.y, rows, given, self.look, PAD)
         each = self._seen
         for _ in range(rows.ndim - 1):
             each = vmap(each) if keys is not None else vmap(each, (0, None))
-        return each(rows, keys)
+        return each(rows, keys), self.y[rows]
 
 
 def pool(
@@ -270,7 +274,7 @@ def lots(pool: Pool, clients: Sequence[int], sampling: Sampling, keys: Tensor, r
         rows, _ = draw(pool, ids[lot], made, rng.fold(own, 0))
         number = torch.arange(longest, device=own.device)[:, None]
         noise, fresh = (rng.fold(rng.fold(own, tag), number) for tag in (1, 3))
-        x, y = pool.many(rows, fresh if sampling.augment else None), pool.y[rows]
+        x, y = pool.many(rows, fresh if sampling.augment else None)
         sizes = over(torch.from_numpy(counts[lot]), pool.x.device).to(pool.dtype)
         for c, several in enumerate(made.batches.tolist()):
             real = made.size[c].tolist()

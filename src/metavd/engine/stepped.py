@@ -15,6 +15,7 @@ Shape letters: C clients of the cohort, S steps, G batches a step, B rows a batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..core import rng
+from ..core import fused, rng
 from ..core.local import Steps
 from ..core.types import Algorithm, Batch, Sampling, ServerState
 from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
@@ -91,7 +92,7 @@ def batches_of(
     rows, mask, keys = drawn
     # Batch by batch, not client by client: then each is one piece of memory.
     rows, mask, keys = (value.transpose(0, 1) for value in (rows, mask, keys))
-    x, y = pool.many(rows, keys[..., 1] if sampling.augment else None), pool.y[rows]
+    x, y = pool.many(rows, keys[..., 1] if sampling.augment else None)
     if not x.is_cuda:  # second derivatives of convolutions ask how images lie in memory, and vmap knows one answer
         x = x.contiguous()
     rounds = round.expand(len(size))
@@ -268,20 +269,23 @@ def _fill(buffers: _Buffers, received: Params, drawn: Table, state: ServerState)
 
 def _step(local: Steps, sampling: Sampling, pool: Pool, buffers: _Buffers, active: int) -> None:
     """Take the next step of the first `active` clients."""
-    rows, mask, keys = (
-        value.index_select(0, buffers.step)[0, :active] for value in (buffers.rows, buffers.mask, buffers.keys)
-    )
+    drawn = fused.pull([buffers.rows, buffers.mask, buffers.keys], buffers.step)
+    rows, mask, keys = (value[:active] for value in drawn)
     batches = batches_of(pool, sampling, (rows, mask, keys), buffers.round, buffers.size[:active])
     own, received = (
         {name: value[:active] for name, value in part.items()} for part in (buffers.params, buffers.received)
     )
-    new, loss = vmap(local.step, randomness="error")(own, batches, received)
-    if active > _EXACT:  # some of them may be done
+    done = active > _EXACT  # some of them may be
+    with nullcontext() if done else fused.in_place():
+        new, loss = vmap(local.step, randomness="error")(own, batches, received)
+    if done:
         alive = mask[:, 0].sum(-1) > 0
         loss = torch.where(alive, loss, 0.0)
         new = {name: torch.where(alive.reshape(-1, *[1] * (value.ndim - 1)), value, own[name])
                for name, value in new.items()}  # fmt: skip
-    torch._foreach_copy_([own[name] for name in new], list(new.values()))
+    moved = [name for name, value in new.items() if value.data_ptr() != own[name].data_ptr()]
+    if moved:
+        torch._foreach_copy_([own[name] for name in moved], [new[name] for name in moved])
     buffers.loss[:active].add_(loss)
     buffers.step.add_(1)
 
