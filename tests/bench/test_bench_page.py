@@ -107,6 +107,7 @@ def test_whole_runs_have_a_table(tmp_path):
     page = tmp_path / "performance.md"
     run = {
         "method": "maml",
+        "at_once": 1,
         "rounds": 1000,
         "seconds": 51.23,
         "start_s": 4.5,
@@ -114,10 +115,12 @@ def test_whole_runs_have_a_table(tmp_path):
         "test": 0.8,
         "unseen": 0.7,
     }
-    write_page(page, stored(tmp_path / "results", "cuda", whole=[run, {"method": "reptile", "error": "no"}]))
+    write_page(
+        page, stored(tmp_path / "results", "cuda", whole=[run, {"method": "reptile", "at_once": 4, "error": "no"}])
+    )
     text = page.read_text()
-    assert "| maml | 1,000 | 51.2 | 4.5 | 50.0 | 80.00% | 70.00% |" in text
-    assert "| reptile | failed |" in text
+    assert "| maml | 1 | 1,000 | 51.2 | 4.5 | 50.0 | 80.00% | 70.00% |" in text
+    assert "| reptile | 4 | failed |" in text
 
 
 def test_pieces_of_one_machine_and_commit_come_together():

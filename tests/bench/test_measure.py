@@ -24,6 +24,7 @@ from metavd.bench.measure import (
     order_of,
     pace,
     variants,
+    whole_run,
     with_ratios,
 )
 from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
@@ -208,6 +209,24 @@ def test_a_whole_run_tells_what_it_took():
     assert 0 < found["start_s"] < found["seconds"]
     assert (found["method"], found["rounds"]) == ("reptile", 3)
     assert found["test"] == run(**whole.SETTING | settings)["test"]["accuracy"]
+
+
+def test_whole_runs_at_once(monkeypatch):
+    """Law: as many processes as said, each with a seed of its own; what ends one is the error of all."""
+    small = {"data": "digits", "model": "mlp", "width": 8, "partition": "iid", "clients": 4, "unseen": 2, "cohort": 2,
+             "eval_every": 2}  # fmt: skip
+    started, told = measure._started, []
+
+    def on_digits(order):
+        told.append(order["settings"]["seed"])
+        return started(order | {"settings": order["settings"] | small | {"device": "cpu", "rounds": 2, "root": None}})
+
+    monkeypatch.setattr(measure, "_started", on_digits)
+    found = whole_run("fedavg", 2, "nowhere", lambda _: None, quick=False)
+    assert (found["method"], found["at_once"], found["rounds"]) == ("fedavg", 2, 2)
+    assert told == [777, 778]
+    small["clients"] = -1
+    assert "clients" in whole_run("fedavg", 1, "nowhere", lambda _: None, quick=False)["error"]
 
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch):

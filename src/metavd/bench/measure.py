@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from ..experiment.provenance import provenance
+from ..experiment.side import sharing
 from ..experiment.spec import Experiment, with_settings
 from . import whole
 from .ours import dealt
@@ -298,18 +299,32 @@ def scaled(
     return points
 
 
-def whole_run(method: str, root: str, note: Note, *, quick: bool) -> dict[str, Any]:
-    """Let a process of its own take a whole run; return what it took, or the error that ended it."""
-    note(f"  whole run of {method}")
+def whole_run(method: str, at_once: int, root: str, note: Note, *, quick: bool) -> dict[str, Any]:
+    """Let processes of their own take whole runs, at once; return what one took, or the error that ended it.
+
+    Seconds are those of all runs over their number.
+    """
+    note(f"  whole run of {method}, {at_once} at once")
     settings: dict[str, Any] = {"method": method, "root": root, "device": "cuda"} | ({"rounds": 30} if quick else {})
-    answer = subprocess.run(
-        [sys.executable, "-m", "metavd.bench.whole"], input=json.dumps({"began": time.time(), "settings": settings}),
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    if answer.returncode:
-        return {"method": method, "error": (answer.stderr.strip().splitlines() or ["it said nothing"])[-1]}
-    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    return found
+    began = time.time()
+    with sharing(at_once):
+        orders = [{"began": began, "settings": settings | {"seed": whole.SETTING["seed"] + i}} for i in range(at_once)]
+        processes = [_started(order) for order in orders]
+        answers = [process.communicate() for process in processes]
+    for process, (_, failed) in zip(processes, answers, strict=True):
+        if process.returncode:
+            reason = (failed.strip().splitlines() or ["it said nothing"])[-1]
+            return {"method": method, "at_once": at_once, "error": reason}
+    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
+    return found | {"at_once": at_once, "seconds": (time.time() - began) / at_once}
+
+
+def _started(order: Mapping[str, Any]) -> subprocess.Popen[str]:
+    with _told(json.dumps(order)) as told:
+        return subprocess.Popen(
+            [sys.executable, "-m", "metavd.bench.whole"], stdin=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
 
 
 def bench(
@@ -356,5 +371,9 @@ def bench(
         "curves": {
             name: scaled(name, device, chosen[0], peaks, note, quick=quick) for name in CURVES if name in wanted
         },
-        "whole": [whole_run(method, root, note, quick=quick) for method in whole.METHODS if root and WHOLE in wanted],
+        "whole": [
+            whole_run(method, at_once, root, note, quick=quick)
+            for method, at_once in whole.RUNS
+            if root and WHOLE in wanted
+        ],
     }

@@ -76,7 +76,7 @@ def bench_command(
             click.echo(f"{name} {point['value']:>7,}: {line}")
     for each in found["whole"]:
         line = f"{each['seconds']:.1f} s, first round after {each['start_s']:.1f} s" if "seconds" in each else ""
-        click.echo(f"whole run of {each['method']}: {line or each['error']}")
+        click.echo(f"whole run of {each['method']}, {each['at_once']} at once: {line or each['error']}")
     if store is not None:
         store_figures(store, found)
         click.echo(f"Figures: {store}")
