@@ -16,7 +16,7 @@ from ..experiment.run import Silent, run
 
 RUNS = (("fedavg", 1), ("reptile", 1), ("reptile+metavd", 1), ("maml", 1), ("perfedavg", 1), ("reptile+metavd", 4))
 """Methods, and how many runs of each at once."""
-SETTING = {
+SETTING: dict[str, Any] = {
     "data": "cifar10", "partition": "dirichlet:0.5", "clients": 100, "unseen": 30, "cohort": 10, "batch": 64,
     "local_epochs": 5, "model": "cnn", "width": 64, "rounds": 1000, "eval_every": 100, "seed": 777,
 }  # fmt: skip
