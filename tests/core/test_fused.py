@@ -164,14 +164,17 @@ def test_a_step_of_all_entries(clip: float | None) -> None:
 
 
 def test_a_step_in_place() -> None:
-    """Law: told so, a step writes where its parameters are, and to the same bits as elsewhere."""
+    """Law: told so, a step writes where its parameters are, to the same bits as elsewhere; who is not there stays."""
     start, slope = ({"a": normal(C, 5, 7, scale=scale), "b": normal(C, 1100, scale=scale)} for scale in (1.0, 2.0))
     expected = vmap(lambda a, b: fused.descend(a, b, 0.1, 5.0))(start, slope)
-    with fused.in_place():
+    slope["a"][1] = torch.nan
+    before = {name: value.clone() for name, value in start.items()}
+    with fused.in_place(torch.tensor([3.0, 0.0], device=DEVICE)):
         found = vmap(lambda a, b: fused.descend(a, b, 0.1, 5.0))(start, slope)
     for name, value in expected.items():
         assert found[name].data_ptr() == start[name].data_ptr() != value.data_ptr()
-        assert torch.equal(found[name], value)
+        assert torch.equal(found[name][0], value[0])
+        assert torch.equal(found[name][1], before[name][1])
 
 
 def test_what_a_number_on_the_device_points_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,17 +123,20 @@ def pull(values: list[Tensor], number: Tensor) -> list[Tensor]:
     return [value.index_select(0, number)[0] for value in values]
 
 
-_in_place = [False]
+_places: list[dict[str, Any]] = [{}]
 
 
 @contextmanager
-def in_place() -> Iterator[None]:
-    """Let `descend` write where its parameters are, for someone who does not need those any more."""
-    _in_place.append(True)
+def in_place(here: Tensor | None = None) -> Iterator[None]:
+    """Let `descend` write where its parameters are, for someone who does not need those any more.
+
+    `here` (C,) says which clients take the step: those with a number above 0.
+    """
+    _places.append({"here": here, "in_place": True})
     try:
         yield
     finally:
-        _in_place.pop()
+        _places.pop()
 
 
 def descend(start: Params, slope: Params, lr: float, clip: float | None) -> Params:
@@ -476,7 +479,7 @@ class _Descend(Function):
     def vmap(info: Any, in_dims: Any, lr: float, clip: float | None, *values: Tensor) -> Any:
         half = len(values) // 2
         rows = aligned(info, in_dims[2:], *values)
-        return tuple(_kernels().descend(rows[:half], rows[half:], lr, clip, in_place=_in_place[-1])), (0,) * half
+        return tuple(_kernels().descend(rows[:half], rows[half:], lr, clip, **_places[-1])), (0,) * half
 
 
 class _Gate(Function):

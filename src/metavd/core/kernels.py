@@ -135,8 +135,8 @@ def _lengths(slopes, sizes, out, LANES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _descend(starts, slopes, ends, sizes, squares, lr, limit, CLIP: tl.constexpr, LANES: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
+def _descend(starts, slopes, ends, sizes, squares, moving, lr, limit, CLIP: tl.constexpr, SOME: tl.constexpr,
+             LANES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     lane = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
     rate = lr
@@ -152,6 +152,8 @@ def _descend(starts, slopes, ends, sizes, squares, lr, limit, CLIP: tl.constexpr
             here = at < size
             slope = tl.load(slopes[i] + client * size + at, mask=here, other=0.0)
             start = tl.load(starts[i] + client * size + at, mask=here, other=0.0)
+            if SOME:
+                here = at < tl.where(tl.load(moving + client) > 0, size, 0)
             tl.store(ends[i] + client * size + at, start - rate * slope, mask=here)
 
 
@@ -381,9 +383,13 @@ _LANES = 32
 
 
 def descend(
-    starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None, *, in_place: bool = False
-) -> list[Tensor]:
-    """Take a clipped step of every client: entries (C, ...) of all kinds, one norm a client over all of them."""
+    starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None, here: Tensor | None = None, *,
+    in_place: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Take a clipped step of every client: entries (C, ...) of all kinds, one norm a client over all of them.
+
+    In place, clients may stay where they are: those whose number in `here` (C,) is 0.
+    """
     clients = len(starts[0])
     starts, slopes = ([value.contiguous() for value in values] for values in (starts, slopes))
     ends = [value.detach() if in_place else torch.empty_like(value) for value in starts]
@@ -393,8 +399,8 @@ def descend(
     if clip is not None:
         _lengths[grid](tuple(slopes), sizes, squares, LANES=_LANES, BLOCK=_BLOCK)
     _descend[grid](
-        tuple(starts), tuple(slopes), tuple(ends), sizes, squares, lr, clip or 0.0, CLIP=clip is not None, LANES=_LANES,
-        BLOCK=_BLOCK,
+        tuple(starts), tuple(slopes), tuple(ends), sizes, squares, squares if here is None else here, lr, clip or 0.0,
+        CLIP=clip is not None, SOME=here is not None, LANES=_LANES, BLOCK=_BLOCK,
     )  # fmt: skip
     return ends
 

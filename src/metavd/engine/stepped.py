@@ -15,7 +15,6 @@ Shape letters: C clients of the cohort, S steps, G batches a step, B rows a batc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -275,17 +274,17 @@ def _step(local: Steps, sampling: Sampling, pool: Pool, buffers: _Buffers, activ
     own, received = (
         {name: value[:active] for name, value in part.items()} for part in (buffers.params, buffers.received)
     )
-    done = active > _EXACT  # some of them may be
-    with nullcontext() if done else fused.in_place():
+    # Of many clients some may be done, whose masks are 0.
+    real = mask[:, 0].sum(-1) if active > _EXACT else None
+    with fused.in_place(real):
         new, loss = vmap(local.step, randomness="error")(own, batches, received)
-    if done:
-        alive = mask[:, 0].sum(-1) > 0
-        loss = torch.where(alive, loss, 0.0)
-        new = {name: torch.where(alive.reshape(-1, *[1] * (value.ndim - 1)), value, own[name])
-               for name, value in new.items()}  # fmt: skip
-    moved = [name for name, value in new.items() if value.data_ptr() != own[name].data_ptr()]
+    moved = {name: value for name, value in new.items() if value.data_ptr() != own[name].data_ptr()}
+    if real is not None:
+        loss = torch.where(real > 0, loss, 0.0)
+        moved = {name: torch.where(real.reshape(-1, *[1] * (value.ndim - 1)) > 0, value, own[name])
+                 for name, value in moved.items()}  # fmt: skip
     if moved:
-        torch._foreach_copy_([own[name] for name in moved], [new[name] for name in moved])
+        torch._foreach_copy_([own[name] for name in moved], list(moved.values()))
     buffers.loss[:active].add_(loss)
     buffers.step.add_(1)
 
