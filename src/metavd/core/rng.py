@@ -28,9 +28,13 @@ def _mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser; torch shifts arithmetically, so the sign bits are masked away."""
     if z.is_cuda and fused.ready():
         return fused.mix(z)
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MULTIPLY_1
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MULTIPLY_2
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
+    for shift, factor in ((30, _MULTIPLY_1), (27, _MULTIPLY_2), (31, 1)):
+        # In place: for many numbers at once, fresh memory costs more than the arithmetic.
+        shifted = z >> shift
+        shifted &= (1 << 64 - shift) - 1
+        shifted ^= z
+        z = shifted if factor == 1 else shifted.mul_(factor)
+    return z
 
 
 def _signed(value: int) -> int:
@@ -59,8 +63,8 @@ def split(parent: Tensor, count: int) -> Tensor:
 def bits(parent: Tensor, shape: Sequence[int]) -> Tensor:
     """Return 64 random bits an element."""
     count = math.prod(shape)
-    index = torch.arange(1, count + 1, dtype=torch.int64, device=parent.device)
-    return _mix(parent[..., None] + index * _GOLDEN).reshape((*parent.shape, *shape))
+    index = torch.arange(1, count + 1, dtype=torch.int64, device=parent.device).mul_(_GOLDEN)
+    return _mix(parent[..., None] + index).reshape((*parent.shape, *shape))
 
 
 def uniform(parent: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -127,10 +127,13 @@ def choose(key: Tensor, round: int, num_clients: int, cohort: int, available: Te
 
     `available` (N,) is each client's probability of being there to be asked; where fewer are, all of them are asked.
     """
-    order = rng.permutation(rng.fold(key, COHORT, round).cpu(), num_clients)
-    if available is not None:
-        order = order[_happens(key, AVAILABLE, round, available)[order]]
-    return order[:cohort].sort().values
+    # The first of `rng.permutation`, without putting all the others in order too.
+    place = rng.bits(rng.fold(key, COHORT, round).cpu(), [num_clients])
+    if available is None:
+        return place.topk(min(cohort, num_clients), largest=False, sorted=False).indices.sort().values
+    there = _happens(key, AVAILABLE, round, available).nonzero()[:, 0]
+    first = place[there].topk(min(cohort, len(there)), largest=False, sorted=False).indices
+    return there[first].sort().values
 
 
 def arriving(key: Tensor, round: int, asked: Tensor, lost: Tensor | None) -> Tensor:
