@@ -15,6 +15,23 @@ from .terminal import Reporter, console, settings_of
 _STORE = "results"
 
 
+_PLACES = {"--flower-python": "PYTHON", "--pfl-python": "PYTHON", "--root": "DIR"}
+"""Options whose values are this machine's own."""
+
+
+def _shown(arguments: list[str]) -> str:
+    """Write the command as another machine would be given it.
+
+    >>> _shown(["bench", "--root", "/home/me/data", "--pfl-python=/opt/bin/python", "--quick"])
+    'metavd bench --root DIR --pfl-python=PYTHON --quick'
+    """
+    words = []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        name, equals, _ = word.partition("=")
+        words.append(_PLACES.get(before) or (f"{name}={_PLACES[name]}" if equals and name in _PLACES else word))
+    return f"metavd {shlex.join(words)}"
+
+
 @click.command("bench")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--only", metavar="A,B",
@@ -59,7 +76,7 @@ def bench_command(
         flower=flower_python,
         pfl=pfl_python,
         root=root,
-        command=f"metavd {shlex.join(sys.argv[1:])}",
+        command=_shown(sys.argv[1:]),
         note=reporter.note,
     )
     for workload in found["workloads"]:
