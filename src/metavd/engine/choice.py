@@ -20,8 +20,8 @@ _LIGHT = 3e7
 
 One client's step costs 0.9 to 3.7 of vmap's share of it up to there, and from four times as many on less than one.
 """
-_MANY = 4
-"""Clients from which on vmap's own bookkeeping, three times that of one client, is shared by enough."""
+_MANY = 3
+"""Clients from which on vmap's own bookkeeping, which is that of two, is shared by enough."""
 
 
 def flops(model: Model, shape: Sequence[int]) -> int:
