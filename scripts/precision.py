@@ -16,13 +16,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from metavd.bench.whole import SETTING
 from metavd.core.fused import EXACT, PRECISIONS
 from metavd.experiment.compare import compare
 from metavd.experiment.provenance import provenance
 
 METHODS = ("fedavg", "reptile+metavd")
-SETTING = {"data": "cifar10", "partition": "dirichlet:0.5", "clients": 100, "unseen": 30, "cohort": 10, "batch": 64,
-           "local_epochs": 5, "model": "cnn", "width": 64, "seed": 777, "device": "cuda"}  # fmt: skip
 STORE = Path("results/precision.json")
 
 
@@ -32,8 +31,8 @@ def measured(root: str, rounds: int, seeds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for precision in PRECISIONS:
             out = Path(folder) / precision
-            compare(METHODS, seeds=seeds, jobs=seeds, out=out, root=root, rounds=rounds, eval_every=rounds,
-                    precision=precision, **SETTING)  # fmt: skip
+            settings = SETTING | {"rounds": rounds, "eval_every": rounds, "precision": precision, "device": "cuda"}
+            compare(METHODS, seeds=seeds, jobs=seeds, out=out, root=root, **settings)
             for method in METHODS:
                 results = [
                     json.loads((out / method / f"seed-{SETTING['seed'] + i}" / "result.json").read_text())

@@ -120,12 +120,16 @@ def call(variant: Variant, order: Order) -> dict[str, Any]:
         said, failed, most = _listen(process)
     lines = [line for line in said.splitlines() if line.startswith("{")]  # frameworks write there too
     if process.returncode or not lines:
-        reason = failed.strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
-        return {"error": reason[0]}
+        return {"error": _reason(process, failed)}
     found: dict[str, Any] = json.loads(lines[-1])
     found["start_s"] = time.perf_counter() - began - sum(found["seconds"])
     found["memory_mb"] = max(most, found["memory_mb"])
     return checked(found, order)
+
+
+def _reason(process: subprocess.Popen[str], failed: str) -> str:
+    """Return what a process said last before it failed."""
+    return (failed.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
 
 
 def checked(found: dict[str, Any], order: Order) -> dict[str, Any]:
@@ -313,8 +317,7 @@ def whole_run(method: str, at_once: int, root: str, note: Note, *, quick: bool) 
         answers = [process.communicate() for process in processes]
     for process, (_, failed) in zip(processes, answers, strict=True):
         if process.returncode:
-            reason = (failed.strip().splitlines() or ["it said nothing"])[-1]
-            return {"method": method, "at_once": at_once, "error": reason}
+            return {"method": method, "at_once": at_once, "error": _reason(process, failed)}
     found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
     return found | {"at_once": at_once, "seconds": (time.time() - began) / at_once}
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kernels import _mix
+from .kernels import inward, polar
 
 _BLOCK = 1024
 _LANES = 32
@@ -56,10 +56,8 @@ def _gauss(
     here = at < each
     draw = tl.program_id(1).to(tl.int64)
     client = tl.program_id(2).to(tl.int64)
-    z = _mix(tl.load(keys + client * S + draw) + (at // 2 + 1) * -7046029254386353131)
-    radius = -2.0 * tl.log((((z >> 32) & 0xFFFFFFFF).to(tl.float32) + 1.0) * 2.3283064365386963e-10)
-    angle = (z & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09
-    drawn = tl.sqrt(tl.maximum(radius, 0.0)) * tl.where(at % 2 == 0, tl.cos(angle), tl.sin(angle))
+    radius, angle = polar(tl.load(keys + client * S + draw), at // 2)
+    drawn = radius * tl.where(at % 2 == 0, tl.cos(angle), tl.sin(angle))
     to = (client * S + draw) * each + at
     given = client * each + at if SHARED else to
     value = tl.load(mean + given, mask=here, other=0.0) + tl.load(bias + client * O + at % O, mask=here, other=0.0)
@@ -154,18 +152,16 @@ def _entropy_slope(
 
 
 @triton.jit
-def _variance(stored, out, offset, low, high, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(stored + at, mask=at < count, other=0.0)
-    # A NaN is not hidden by the clamp.
-    value = tl.where(value < low, low, tl.where(value > high, high, value))
-    tl.store(out + at, tl.exp(offset + value), mask=at < count)
+def _clamped(value, low, high):
+    """Clamp; a NaN stays one."""
+    return tl.where(value < low, low, tl.where(value > high, high, value))
 
 
 @triton.jit
-def _inward(steep, position, low, high):
-    """The rule of `fused.outward`: nothing leads out of the bounds, or along them."""
-    return tl.where(tl.where(steep < 0, position >= high, position <= low), 0.0, steep)
+def _variance(stored, out, offset, low, high, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(stored + at, mask=at < count, other=0.0)
+    tl.store(out + at, tl.exp(offset + _clamped(value, low, high)), mask=at < count)
 
 
 @triton.jit
@@ -173,13 +169,12 @@ def _variance_slope(g, var, stored, out, low, high, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
     steep = tl.load(g + at, mask=here, other=0.0) * tl.load(var + at, mask=here, other=0.0)
-    tl.store(out + at, _inward(steep, tl.load(stored + at, mask=here, other=0.0), low, high), mask=here)
+    tl.store(out + at, inward(steep, tl.load(stored + at, mask=here, other=0.0), low, high), mask=here)
 
 
 @triton.jit
 def _minus_log_alpha(stored, weight, at, here, offset, low, high, tiny):
-    value = tl.load(stored + at, mask=here, other=0.0)
-    value = tl.where(value < low, low, tl.where(value > high, high, value))
+    value = _clamped(tl.load(stored + at, mask=here, other=0.0), low, high)
     theta = tl.load(weight + at, mask=here, other=1.0)
     return tl.log(theta * theta + tiny) - (offset + value)
 
@@ -209,7 +204,7 @@ def _kl_slope(g, stored, weight, out, offset, low, high, tiny, scale, size, BLOC
     at += client * size
     x = _minus_log_alpha(stored, weight, at, here, offset, low, high, tiny)
     steep = -0.5 * scale * tl.load(g + client) / (1.0 + tl.exp(-x))
-    tl.store(out + at, _inward(steep, tl.load(stored + at, mask=here, other=0.0), low, high), mask=here)
+    tl.store(out + at, inward(steep, tl.load(stored + at, mask=here, other=0.0), low, high), mask=here)
 
 
 def bend(x: Tensor, bias: Tensor, slope: float) -> Tensor:

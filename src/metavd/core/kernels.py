@@ -44,6 +44,12 @@ def _tile(windows, channels, H, W, CHUNK, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def _pooled(image, top, left, channel, sb, sh, sw, sc, so, O):
+    """Return where a window's value lies in pooled images with such strides."""
+    return image * sb + top // 2 * sh + left // 2 * sw + channel // O * sc + channel % O * so
+
+
+@triton.jit
 def _pool(
     x, bias, y, place, channels, windows, yb, yh, yw, yc, yo,
     H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -61,7 +67,7 @@ def _pool(
     which = tl.where(value > 0, which, 4)
     value = tl.where(value <= 0, 0.0, value)
     tl.store(place + window * channels + channel, which.to(tl.int8), mask=here)
-    out = image * yb + top // 2 * yh + left // 2 * yw + channel // O * yc + channel % O * yo
+    out = _pooled(image, top, left, channel, yb, yh, yw, yc, yo, O)
     tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
@@ -76,7 +82,7 @@ def _pick(
     first = ((image * H + top + which // 2) * W + left + which % 2) * channels + channel
     value = tl.load(x + first, mask=chosen, other=0.0).to(tl.float32)
     value += tl.where(chosen, tl.load(bias + channel, mask=channel < channels, other=0.0), 0.0)
-    out = image * yb + top // 2 * yh + left // 2 * yw + channel // O * yc + channel % O * yo
+    out = _pooled(image, top, left, channel, yb, yh, yw, yc, yo, O)
     tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
@@ -91,7 +97,7 @@ def _unpick(
     for step in range(0, CHUNK, ROWS):
         window, channel, here, image, top, left = _tile(windows, channels, H, W, CHUNK, ROWS, BLOCK, step)
         which = tl.load(place + window * channels + channel, mask=here, other=4)
-        at = image * gb + top // 2 * gh + left // 2 * gw + channel // O * gc + channel % O * go
+        at = _pooled(image, top, left, channel, gb, gh, gw, gc, go, O)
         slope = tl.load(g + at, mask=here, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(which < 4, slope, 0.0), 0)
         first = ((image * H + top) * W + left) * channels + channel
@@ -235,13 +241,18 @@ def _mix(z):
 
 
 @triton.jit
+def inward(slope, position, low, high):
+    """The rule of `fused.outward`: nothing leads out of the bounds, or along them."""
+    return tl.where(tl.where(slope < 0, position >= high, position <= low), 0.0, slope)
+
+
+@triton.jit
 def _gate(slope, x, out, low, high, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
     value = tl.load(slope + at, mask=here, other=0.0)
     position = tl.load(x + at, mask=here, other=0.0)
-    outward = tl.where(value < 0, position >= high, position <= low)
-    tl.store(out + at, tl.where(outward, 0.0, value), mask=here)
+    tl.store(out + at, inward(value, position, low, high), mask=here)
 
 
 @triton.jit
@@ -251,14 +262,18 @@ def _hash(z, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def polar(key, pair):
+    """Box-Muller, as in `rng.normal`: pair i of a key hashes key + (i + 1) golden into a radius and an angle."""
+    z = _mix(key + (pair + 1) * -7046029254386353131)
+    radius = -2.0 * tl.log((((z >> 32) & 0xFFFFFFFF).to(tl.float32) + 1.0) * 2.3283064365386963e-10)
+    return tl.sqrt(tl.maximum(radius, 0.0)), (z & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09
+
+
+@triton.jit
 def _normal(keys, out, count, half, BLOCK: tl.constexpr):
-    """Box-Muller, as in `rng.normal`: pair i of a key hashes key + (i + 1) golden."""
     row = tl.program_id(0).to(tl.int64)
     index = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    z = _mix(tl.load(keys + row) + (index + 1) * -7046029254386353131)
-    radius = -2.0 * tl.log((((z >> 32) & 0xFFFFFFFF).to(tl.float32) + 1.0) * 2.3283064365386963e-10)
-    radius = tl.sqrt(tl.maximum(radius, 0.0))
-    angle = (z & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09
+    radius, angle = polar(tl.load(keys + row), index)
     at = out + row * count + 2 * index
     tl.store(at, radius * tl.cos(angle), mask=index < half)
     tl.store(at + 1, radius * tl.sin(angle), mask=2 * index + 1 < count)
