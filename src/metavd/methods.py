@@ -206,7 +206,7 @@ FEDPROX = (Option("mu", 0.1, "weight of the proximal term", 0),)
 PERFEDAVG = (
     Option("product", "exact", "Hessian-vector product", choices=("exact", "difference", "released")),
     Option("delta", 1e-4, "step of the finite difference", 1e-12),
-    Option("trust", 0.5, "largest curvature term relative to the gradient", 0, 1e6),
+    Option("trust", 0.1, "largest curvature term relative to the gradient", 0, 1e6),
 )
 FEDBE = (
     Option("server_share", 0.04, "share of every client's rows that the server gets, unlabelled", 0, 0.5),

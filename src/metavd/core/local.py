@@ -175,7 +175,7 @@ def hf_maml(
     `trust` bounds the curvature term, ||lr H g|| <= trust ||g||. B1, B2 and B3 differ, so where a loss is sharp
     (lr times its largest curvature above 1) the product's sign may disagree with the gradient's, and the step climbs.
     With trust <= 1 it never points against its own g, since then g . (g - lr H g) >= 0; that alone is no promise of
-    descent over batches: on digits trust = 1 still diverged and 0.5 did not.
+    descent over batches: trust = 1 diverged on digits, and 0.5 on CIFAR-10.
 
     product="exact" differentiates the gradient; "difference" takes (grad(w + delta g) - grad(w - delta g)) / 2 delta
     with common noise. "released" repeats the released code: its minus point is w itself, so it returns half of H g,
