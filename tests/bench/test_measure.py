@@ -25,6 +25,7 @@ from metavd.bench.measure import (
     pace,
     variants,
     whole_run,
+    whole_runs,
     with_ratios,
 )
 from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
@@ -211,22 +212,43 @@ def test_a_whole_run_tells_what_it_took():
     assert found["test"] == run(**whole.SETTING | settings)["test"]["accuracy"]
 
 
-def test_whole_runs_at_once(monkeypatch):
-    """Law: as many processes as said, each with a seed of its own; what ends one is the error of all."""
-    small = {"data": "digits", "model": "mlp", "width": 8, "partition": "iid", "clients": 4, "unseen": 2, "cohort": 2,
-             "eval_every": 2}  # fmt: skip
+DIGITS = {"data": "digits", "model": "mlp", "width": 8, "partition": "iid", "clients": 4, "unseen": 2, "cohort": 2,
+          "eval_every": 2, "device": "cpu", "root": None}  # fmt: skip
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """Whole runs take place on digits; return what each was told, and where its kernels are."""
     started, told = measure._started, []
 
-    def on_digits(order):
-        told.append(order["settings"]["seed"])
-        return started(order | {"settings": order["settings"] | small | {"device": "cpu", "rounds": 2, "root": None}})
+    def on_digits(order, cache):
+        told.append((order["settings"], cache))
+        return started(order | {"settings": order["settings"] | DIGITS}, cache)
 
     monkeypatch.setattr(measure, "_started", on_digits)
-    found = whole_run("fedavg", 2, "nowhere", lambda _: None, quick=False)
+    return told
+
+
+def test_whole_runs_at_once(orders, tmp_path, monkeypatch):
+    """Law: as many processes as said, each with a seed of its own; what ends one is the error of all."""
+    settings = {"method": "fedavg", "rounds": 2}
+    found = whole_run(settings, 2, tmp_path, lambda _: None)
     assert (found["method"], found["at_once"], found["rounds"]) == ("fedavg", 2, 2)
-    assert told == [777, 778]
-    small["clients"] = -1
-    assert "clients" in whole_run("fedavg", 1, "nowhere", lambda _: None, quick=False)["error"]
+    assert [each["seed"] for each, _ in orders] == [777, 778]
+    monkeypatch.setitem(DIGITS, "clients", -1)
+    assert "clients" in whole_run(settings, 1, tmp_path, lambda _: None)["error"]
+
+
+def test_whole_runs_find_the_kernels_of_a_first_start(orders, monkeypatch):
+    """Law: a method's first start meets an empty cache and is told; its whole runs share that cache, and no other's."""
+    monkeypatch.setattr(whole, "RUNS", (("fedavg", 1), ("reptile", 1), ("fedavg", 2)))
+    found = whole_runs("nowhere", lambda _: None, quick=True)
+    assert [(each["method"], each["at_once"], each["rounds"], "cold_s" in each) for each in found] == [
+        ("fedavg", 1, 30, True), ("reptile", 1, 30, True), ("fedavg", 2, 30, False)]  # fmt: skip
+    assert [(each["method"], each["rounds"]) for each, _ in orders] == [
+        ("fedavg", 2), ("fedavg", 30), ("reptile", 2), ("reptile", 30), ("fedavg", 30), ("fedavg", 30)]  # fmt: skip
+    caches = [cache for _, cache in orders]
+    assert caches[0] == caches[1] == caches[4] == caches[5] != caches[2] == caches[3]
 
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch):

@@ -40,7 +40,10 @@ def make_federation(augment: bool = False) -> Federation:
 # --- choose ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("clients", "cohort"), [(1, 1), (5, 1), (5, 5), (100, 10), (1000, 999)])
+@pytest.mark.parametrize(
+    ("clients", "cohort"),
+    [(1, 1), (5, 1), (5, 5), (100, 10), (1000, 999), (20_000, 1), (20_000, 2_500), (20_000, 19_999)],
+)
 def test_cohort_is_distinct_ascending_and_in_range(clients: int, cohort: int) -> None:
     for round in range(5):
         ids = choose(KEY, round, clients, cohort).tolist()
@@ -62,6 +65,29 @@ def test_every_client_is_chosen_equally_often() -> None:
     for round in range(2000):
         counts[choose(KEY, round, 20, 5)] += 1
     assert float((counts - 500).abs().max()) < 5 * 19.4
+
+
+def test_of_a_crowd_every_client_is_chosen_equally_often() -> None:
+    """Closed form: in 2,000 rounds of 100 of 20,000, a block of 1,000 clients is asked 10,000 times, deviation 97."""
+    counts = torch.zeros(20)
+    for round in range(2000):
+        counts += torch.bincount(choose(KEY, round, 20_000, 100) // 1000, minlength=20)
+    assert float((counts - 10_000).abs().max()) < 5 * 97.3
+
+
+def test_of_a_crowd_only_those_who_are_there_are_asked() -> None:
+    """Law: whoever is away is never asked, and all who are there are as likely; with few there, all of them are."""
+    chance = torch.zeros(20_000, dtype=torch.float64)
+    chance[::2] = 1.0
+    counts = torch.zeros(10)
+    for round in range(1000):
+        asked = choose(KEY, round, 20_000, 100, chance)
+        assert len(asked) == 100
+        assert not (asked % 2).any()
+        counts += torch.bincount(asked // 2000, minlength=10)
+    assert float((counts - 10_000).abs().max()) < 5 * 94.6
+    chance[100:] = 0.0
+    assert torch.equal(choose(KEY, 0, 20_000, 100, chance), torch.arange(0, 100, 2))
 
 
 def test_tags_of_keys_differ() -> None:
@@ -224,14 +250,16 @@ def test_padding_of_nothing() -> None:
 # --- who is there, and whose answer arrives --------------------------------------------------------------------------
 
 
-def test_everybody_available_changes_nothing() -> None:
+@pytest.mark.parametrize("clients", [50, 20_000])
+def test_everybody_available_changes_nothing(clients: int) -> None:
     """Law: a probability of 1 to be there, or of 0 to be lost, gives the very same clients."""
+    always = torch.ones(clients, dtype=torch.float64)
     for round in range(20):
-        asked = choose(KEY, round, 50, 5)
-        assert torch.equal(choose(KEY, round, 50, 5, torch.ones(50, dtype=torch.float64)), asked)
-        assert torch.equal(arriving(KEY, round, asked, torch.zeros(50, dtype=torch.float64)), asked)
+        asked = choose(KEY, round, clients, 5)
+        assert torch.equal(choose(KEY, round, clients, 5, always), asked)
+        assert torch.equal(arriving(KEY, round, asked, 0 * always), asked)
         assert arriving(KEY, round, asked, None) is asked
-        assert len(arriving(KEY, round, asked, torch.ones(50, dtype=torch.float64))) == 0
+        assert len(arriving(KEY, round, asked, always)) == 0
 
 
 def test_clients_are_there_as_often_as_their_probability_says() -> None:

@@ -122,18 +122,37 @@ def probabilities(text: str, num_clients: int, key: Tensor, what: str) -> Tensor
     return torch.tensor(values, dtype=torch.float64).expand(num_clients)
 
 
+_CROWD = 10_000
+"""Clients above which a cohort is drawn, and not cut off an order of all."""
+_POSITIVE = (1 << 63) - 1
+
+
 def choose(key: Tensor, round: int, num_clients: int, cohort: int, available: Tensor | None = None) -> Tensor:
     """Return the ids of the clients that a round asks, ascending: `cohort` of `num_clients`, without replacement.
 
     `available` (N,) is each client's probability of being there to be asked; where fewer are, all of them are asked.
     """
+    parent = rng.fold(key, COHORT, round).cpu()
+    there = None if available is None else _happens(key, AVAILABLE, round, available)
+    present = num_clients if there is None else int(there.sum())
+    if num_clients > _CROWD and 8 * cohort <= present:
+        return _drawn(parent, num_clients, cohort, there)
     # The first of `rng.permutation`, without putting all the others in order too.
-    place = rng.bits(rng.fold(key, COHORT, round).cpu(), [num_clients])
-    if available is None:
-        return place.topk(min(cohort, num_clients), largest=False, sorted=False).indices.sort().values
-    there = _happens(key, AVAILABLE, round, available).nonzero()[:, 0]
-    first = place[there].topk(min(cohort, len(there)), largest=False, sorted=False).indices
-    return there[first].sort().values
+    place = rng.bits(parent, [num_clients])
+    ids = torch.arange(num_clients) if there is None else there.nonzero()[:, 0]
+    first = place[ids].topk(min(cohort, present), largest=False, sorted=False).indices
+    return ids[first].sort().values
+
+
+def _drawn(parent: Tensor, num_clients: int, cohort: int, there: Tensor | None) -> Tensor:
+    """Draw clients until enough different ones are there, so that a round costs nothing for those it does not ask."""
+    count = cohort
+    while True:
+        count *= 2
+        drawn = (rng.bits(parent, [count]) & _POSITIVE) % num_clients
+        ids = list(dict.fromkeys((drawn if there is None else drawn[there[drawn]]).tolist()))[:cohort]
+        if len(ids) == cohort:
+            return torch.tensor(ids).sort().values
 
 
 def arriving(key: Tensor, round: int, asked: Tensor, lost: Tensor | None) -> Tensor:

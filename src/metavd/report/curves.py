@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from .groups import Group
-from .pictures import Picture, marked, panel
+from .pictures import Picture, logarithmic, marked, panel
 from .read import PARTS, Run, number
 
 Series = dict[float, float]
@@ -126,8 +126,7 @@ def _lines(
     if not drawn:
         return
     if log and min(everything) > 0 and max(everything) > 20 * min(everything):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
+        logarithmic(axes, "y")
     if zero:
         axes.set_ylim(0, 1.08 * max(everything) or 1)
     axes.set_xlabel(x)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .groups import Gain, Group, federation
-from .pictures import INK, PAPER, Picture, panel, short, tag
+from .pictures import INK, PAPER, Picture, logarithmic, panel, short, tag
 from .read import Run
 
 _DOTS = 400
@@ -37,8 +37,7 @@ def pictures(gains: Sequence[Gain], baseline: str) -> Iterator[Picture]:
                 axes.scatter(size[kind][::every], points[kind][::every], 16, facecolor=face, edgecolor=colour,
                              marker=marker, linewidth=0.9, alpha=0.8, label=name)  # fmt: skip
         if log:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:,.0f}")
+            logarithmic(axes, "x", "{x:,.0f}")
         axes.set(ylim=(-1.2 * reach, 1.25 * reach), xlabel="training rows", ylabel=f"points over {short(baseline, 16)}")
         better, worse = int((points > 0).sum()), int((points < 0).sum())
         said = f"{better} better, {worse} worse, {len(points) - better - worse} equal"

@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..engine.checkpoint import write_atomic
 from .groups import Group
@@ -73,6 +74,16 @@ def panel(title: str, *, height: float = 2.7, width: float = WIDTH) -> tuple[Fig
     axes = figure.subplots()
     axes.set_title(title)
     return figure, axes
+
+
+def logarithmic(axes: Axes, which: Literal["x", "y"], written: str = "{x:g}") -> None:
+    """Make one axis of a panel logarithmic, with ticks in plain numbers."""
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,)))
+    axis.set_major_formatter(written)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def short(name: str, length: int = 30) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from ..engine.checkpoint import write_atomic
 from ..version import VERSION
 from .page import POLICY, figure_folder, templates, text_of
-from .pictures import INK, MUTED, RIGHT, WRONG, Picture, looking_alike, panel, publish, short
+from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, publish, short
 from .read import ReportError
 
 TRIALS, IMPORTANCE = "trials.json", "importance.json"
@@ -75,9 +75,7 @@ def _pictures(history: Mapping[str, Any], importance: Mapping[str, float]) -> It
             axes.plot(*zip(*shown, strict=True), "o", color=RIGHT, alpha=0.75)
             axes.set(xlabel=name, ylabel=what)
             if "log" in str(history["study"]["space"][name]):
-                axes.set_xscale("log")
-                axes.xaxis.set_major_formatter("{x:g}")
-                axes.xaxis.set_minor_formatter(NullFormatter())
+                logarithmic(axes, "x")
             yield Picture(f"by-{name}", f"{what} against {name}", figure)
 
 
