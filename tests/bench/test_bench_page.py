@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metavd.bench.measure import OURS, BenchError
-from metavd.bench.page import merged, read, table, write_page
+from metavd.bench.page import merged, read, store_figures, table, write_page
 
 
 def variant(name: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -127,18 +127,30 @@ def test_whole_runs_have_a_table(tmp_path):
     assert "| reptile | 4 | failed |" in text
 
 
-def test_pieces_of_one_machine_and_commit_come_together():
-    """Law: what was measured anew replaces its like, the rest stays; another commit starts from nothing."""
-    old = found("cpu", curves={"cohort": [], "width": []})
-    new = found("cpu", curves={"cohort": [1]}, workloads=[{"name": "cifar"}], command="metavd bench --only cifar")
-    both = merged(old | {"whole": [1]}, new)
-    assert both["whole"] == [1]
-    assert both["command"].split("\n") == ["metavd bench --device cpu", "metavd bench --only cifar"]
-    assert [each["name"] for each in both["workloads"]] == ["tiny", "cifar"]
-    assert both["curves"] == {"cohort": [1], "width": []}
+def test_pieces_of_one_machine_come_together():
+    """Law: what was measured anew replaces its like, the rest stays and names its commit; another machine's goes."""
+    old = found("cpu", commit="beef", curves={"cohort": [{"value": 1}], "width": [{"value": 16}]},
+                whole=[{"method": "maml", "at_once": n, "seconds": 9} for n in (1, 4)])  # fmt: skip
+    new = found("cpu", commit="cafe", curves={"cohort": [{"value": 2}]}, workloads=[{"name": "cifar"}],
+                whole=[{"method": "maml", "at_once": 4, "seconds": 8}], command="metavd bench --only")  # fmt: skip
+    both = merged(old, new)
+    assert both["commit"] == "cafe"
+    assert both["command"].split("\n") == ["metavd bench --device cpu", "metavd bench --only"]
+    assert [(each["name"], each["commit"]) for each in both["workloads"]] == [("tiny", "beef"), ("cifar", "cafe")]
+    assert both["curves"] == {"cohort": [{"commit": "cafe", "value": 2}], "width": [{"commit": "beef", "value": 16}]}
+    assert [(each["seconds"], each["commit"]) for each in both["whole"]] == [(9, "beef"), (8, "cafe")]
     assert merged(both, new) == both
-    assert merged(old | {"commit": "beef"}, new) == new
-    assert merged({}, new) == new
+    assert merged(old | {"machine": "other"}, new) == merged({}, new)
+    assert [each["name"] for each in merged({}, new)["workloads"]] == ["cifar"]
+
+
+def test_a_piece_of_another_commit_says_so(tmp_path):
+    page, folder = tmp_path / "page.md", stored(tmp_path, "cpu", commit="beef")
+    store_figures(folder / "bench-cpu.json", found("cpu", commit="cafe", workloads=[]))
+    write_page(page, folder)
+    sections = page.read_text().split("\n### ")
+    assert "at commit cafe" in sections[0]
+    assert [title.split("\n")[0] for title in sections if "Measured at commit beef." in title] == ["tiny"]
 
 
 def test_nothing_or_nonsense_is_one_sentence(tmp_path):

@@ -171,6 +171,15 @@ def test_repetitions_go_in_turn_and_a_broken_variant_is_not_asked_again(monkeypa
     assert json.dumps(found), "plain values alone"
 
 
+def test_who_stops_early_keeps_the_pieces_that_are_there(monkeypatch):
+    """Law: after each piece everything measured so far is handed over."""
+    fake(monkeypatch)
+    kept = []
+    bench("cpu", only=["cifar", "tiny", "cohort"], quick=True, keep=lambda found: kept.append(json.dumps(found)))
+    pieces = [([work["name"] for work in each["workloads"]], [*each["curves"]]) for each in map(json.loads, kept)]
+    assert pieces == [(["cifar"], []), (["cifar", "tiny"], []), (["cifar", "tiny"], ["cohort"])]
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -242,7 +251,7 @@ def test_whole_runs_at_once(orders, tmp_path, monkeypatch):
 def test_whole_runs_find_the_kernels_of_a_first_start(orders, monkeypatch):
     """Law: a method's first start meets an empty cache and is told; its whole runs share that cache, and no other's."""
     monkeypatch.setattr(whole, "RUNS", (("fedavg", 1), ("reptile", 1), ("fedavg", 2)))
-    found = whole_runs("nowhere", lambda _: None, quick=True)
+    found = list(whole_runs("nowhere", lambda _: None, quick=True))
     assert [(each["method"], each["at_once"], each["rounds"], "cold_s" in each) for each in found] == [
         ("fedavg", 1, 30, True), ("reptile", 1, 30, True), ("fedavg", 2, 30, False)]  # fmt: skip
     assert [(each["method"], each["rounds"]) for each, _ in orders] == [

@@ -303,22 +303,19 @@ def scaled(
     return points
 
 
-def whole_runs(root: str, note: Note, *, quick: bool) -> list[dict[str, Any]]:
+def whole_runs(root: str, note: Note, *, quick: bool) -> Iterator[dict[str, Any]]:
     """Take whole runs of every method; before its first, a start with an empty cache of kernels, which is kept."""
     rounds = {"rounds": 30} if quick else {}
-    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for method, at_once in whole.RUNS:
             cache = Path(folder) / method
             settings = {"method": method, "root": root, "device": "cuda"}
-            first = {}
+            first: dict[str, Any] = {}
             if not cache.exists():
                 cache.mkdir()
                 first = whole_run(settings | {"rounds": 2}, 1, cache, note)
-            found.append(whole_run(settings | rounds, at_once, cache, note))
-            if "start_s" in first:
-                found[-1]["cold_s"] = first["start_s"]
-    return found
+            found = whole_run(settings | rounds, at_once, cache, note)
+            yield found | ({"cold_s": first["start_s"]} if "start_s" in first else {})
 
 
 def whole_run(settings: Mapping[str, Any], at_once: int, cache: Path, note: Note) -> dict[str, Any]:
@@ -358,8 +355,12 @@ def bench(
     root: str | None = None,
     command: str = "",
     note: Note = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure workloads and curves on a device; return everything as plain values."""
+    """Measure workloads, curves and whole runs on a device; return everything as plain values.
+
+    `keep` is given what there is after every piece, so that who stops early keeps something.
+    """
     works = {work.name: work for work in WORKLOADS[device]}
     parts = [*works, *CURVES, *([WHOLE] if device == "cuda" else [])]
     unknown = sorted(set(only) - set(parts))
@@ -377,7 +378,7 @@ def bench(
     )
     peaks = json.loads(answer.stdout)
     wanted = set(only) or {*parts} - ({WHOLE} if root is None else set())
-    return {
+    found: dict[str, Any] = {
         "device": device,
         **provenance(device),
         "command": command,
@@ -385,11 +386,19 @@ def bench(
         "quick": quick,
         "threads": torch.get_num_threads(),
         "peaks": peaks,
-        "workloads": [
-            compared(work, device, chosen, peaks, note, quick=quick) for name, work in works.items() if name in wanted
-        ],
-        "curves": {
-            name: scaled(name, device, chosen[0], peaks, note, quick=quick) for name in CURVES if name in wanted
-        },
-        "whole": whole_runs(root, note, quick=quick) if root and WHOLE in wanted else [],
+        "workloads": [],
+        "curves": {},
+        "whole": [],
     }
+    for name, work in works.items():
+        if name in wanted:
+            found["workloads"].append(compared(work, device, chosen, peaks, note, quick=quick))
+            keep(found)
+    for name in CURVES:
+        if name in wanted:
+            found["curves"][name] = scaled(name, device, chosen[0], peaks, note, quick=quick)
+            keep(found)
+    for each in whole_runs(root, note, quick=quick) if root and WHOLE in wanted else ():
+        found["whole"].append(each)
+        keep(found)
+    return found

@@ -160,6 +160,12 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     return figure
 
 
+def _of(pieces: Sequence[Mapping[str, Any]], commit: str | None) -> str:
+    """Say which commits pieces are of, where it is another than the last one's."""
+    others = sorted({str(piece["commit"] or "unknown") for piece in pieces if piece["commit"] != commit})
+    return f" Measured at commit {' and '.join(others)}." if others else ""
+
+
 def _part(found: Mapping[str, Any], figure: str | None) -> str:
     device = found["device"]
     peaks = ", ".join(f"{name} {value / 1e12:.3g}" for name, value in found["peaks"].items())
@@ -179,15 +185,17 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
             "",
             f"### {workload['name']}",
             "",
-            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.",
+            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.{_of([workload], found['commit'])}",
             "",
         ]
         lines += [_markdown(table(workload))]
         lines += [f"\n{each['name']} failed: {each['error']}" for each in workload["variants"] if "error" in each]
-    if found.get("whole"):
-        lines += ["", "### Whole runs", "", _WHOLE_TEXT, "", _markdown(_whole_rows(found["whole"]))]
+    if found["whole"]:
+        text = _WHOLE_TEXT + _of(found["whole"], found["commit"])
+        lines += ["", "### Whole runs", "", text, "", _markdown(_whole_rows(found["whole"]))]
     for name, points in found["curves"].items():
-        lines += ["", f"### {_AXES[name]}", "", _CURVE_TEXT[device][name], "", _markdown(_curve_rows(name, points))]
+        text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
+        lines += ["", f"### {_AXES[name]}", "", text, "", _markdown(_curve_rows(name, points))]
     if figure is not None:
         lines += ["", f"![Seconds a round (logarithmic) and memory over what is varied.]({figure})"]
     return "\n".join(lines) + "\n"
@@ -201,7 +209,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
         if not path.exists():
             continue
         try:
-            found.append(json.loads(path.read_text()))
+            found.append(_marked(json.loads(path.read_text())))
         except (OSError, ValueError) as error:
             raise BenchError(f"{path} holds no figures of a benchmark: {error}") from None
     if not found:
@@ -210,22 +218,37 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep of earlier figures what was not measured anew, if they are of the same code on the same machine.
+    """Keep of earlier figures what was not measured anew, if they are of the same machine; each piece names its commit.
 
     So a device that is lent for minutes can be measured piece by piece; ratios are of one run all the same.
     """
-    if any(old.get(key) != new[key] for key in ("device", "machine", "commit", "torch", "quick")):
-        return dict(new)
-    fresh = {each["name"] for each in new["workloads"]}
-    kept = [each for each in old["workloads"] if each["name"] not in fresh]
+    new = _marked(new)
+    if any(old.get(key) != new[key] for key in ("device", "machine", "torch", "quick")):
+        return new
+    old = _marked(old)
     commands = [old["command"], *([] if new["command"] in old["command"].split("\n") else [new["command"]])]
     return {
         **new,
         "command": "\n".join(commands),
-        "workloads": [*kept, *new["workloads"]],
+        "workloads": _replaced(old["workloads"], new["workloads"], "name"),
         "curves": {**old["curves"], **new["curves"]},
-        "whole": new["whole"] or old.get("whole", []),
+        "whole": _replaced(old["whole"], new["whole"], "method", "at_once"),
     }
+
+
+def _marked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Write into each piece the commit that it is of."""
+
+    def mark(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{"commit": found["commit"], **piece} for piece in pieces]
+
+    curves = {name: mark(points) for name, points in found["curves"].items()}
+    return {**found, "workloads": mark(found["workloads"]), "curves": curves, "whole": mark(found["whole"])}
+
+
+def _replaced(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *keys: str) -> list[Any]:
+    fresh = {tuple(each[key] for key in keys) for each in new}
+    return [*(each for each in old if tuple(each[key] for key in keys) not in fresh), *new]
 
 
 def store_figures(path: Path, found: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -78,6 +79,7 @@ def bench_command(
         root=root,
         command=_shown(sys.argv[1:]),
         note=reporter.note,
+        keep=partial(store_figures, store) if store else lambda _: None,
     )
     for workload in found["workloads"]:
         heading, *rows = table(workload)
@@ -95,7 +97,6 @@ def bench_command(
         line = f"{each['seconds']:.1f} s, first round after {each['start_s']:.1f} s" if "seconds" in each else ""
         click.echo(f"whole run of {each['method']}, {each['at_once']} at once: {line or each['error']}")
     if store is not None:
-        store_figures(store, found)
         click.echo(f"Figures: {store}")
     if page is not None and store is not None:
         write_page(Path(page), store.parent)
