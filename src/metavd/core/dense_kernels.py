@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .kernels import inward, polar
+from .launch import kernel
 
 _BLOCK = 1024
 _LANES = 32
@@ -21,7 +22,7 @@ _ROWS = 64
 _COLUMNS = 32
 
 
-@triton.jit
+@kernel()
 def _bend(x, bias, y, rows, O, slope, BLOCK: tl.constexpr):
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     here = at < rows * O
@@ -31,7 +32,7 @@ def _bend(x, bias, y, rows, O, slope, BLOCK: tl.constexpr):
     tl.store(y + client * rows * O + at, tl.where(value > 0, value, value * slope), mask=here)
 
 
-@triton.jit
+@kernel()
 def _unbend(g, y, gx, gb, rows, O, slope, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     client = tl.program_id(1).to(tl.int64)
@@ -47,7 +48,7 @@ def _unbend(g, y, gx, gb, rows, O, slope, ROWS: tl.constexpr, COLUMNS: tl.conste
     tl.store(gb + client * O + cols, total, mask=cols < O)
 
 
-@triton.jit
+@kernel()
 def _gauss(
     mean, bias, var, keys, y, eps, S, each, O, tiny, slope, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def _gauss(
     tl.store(y + to, tl.where(value > 0, value, value * slope), mask=here)
 
 
-@triton.jit
+@kernel()
 def _gauss_slope(
     g, y, eps, var, gm, gv, gb, S, rows, O, tiny, slope,
     SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -112,7 +113,7 @@ def _mean_logits(logits, client, row, col, S, B, K):
     return total / S
 
 
-@triton.jit
+@kernel()
 def _entropy(logits, y, mask, loss, S, B, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     client = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLUMNS)
@@ -130,7 +131,7 @@ def _entropy(logits, y, mask, loss, S, B, K, ROWS: tl.constexpr, COLUMNS: tl.con
     tl.store(loss + client, tl.sum(total, 0) / tl.maximum(tl.sum(real, 0), 1.0))
 
 
-@triton.jit
+@kernel()
 def _entropy_slope(
     g, logits, y, mask, out, S, B, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALL: tl.constexpr
 ):  # fmt: skip
@@ -157,14 +158,14 @@ def _clamped(value, low, high):
     return tl.where(value < low, low, tl.where(value > high, high, value))
 
 
-@triton.jit
+@kernel()
 def _variance(stored, out, offset, low, high, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(stored + at, mask=at < count, other=0.0)
     tl.store(out + at, tl.exp(offset + _clamped(value, low, high)), mask=at < count)
 
 
-@triton.jit
+@kernel()
 def _variance_slope(g, var, stored, out, low, high, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
@@ -179,7 +180,7 @@ def _minus_log_alpha(stored, weight, at, here, offset, low, high, tiny):
     return tl.log(theta * theta + tiny) - (offset + value)
 
 
-@triton.jit
+@kernel()
 def _kl(stored, weight, sums, offset, low, high, tiny, scale, size, LANES: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.program_id(0)
     client = tl.program_id(1).to(tl.int64)
@@ -196,7 +197,7 @@ def _kl(stored, weight, sums, offset, low, high, tiny, scale, size, LANES: tl.co
     tl.store(sums + client * LANES + lane, 0.5 * scale * tl.sum(total, 0))
 
 
-@triton.jit
+@kernel()
 def _kl_slope(g, stored, weight, out, offset, low, high, tiny, scale, size, BLOCK: tl.constexpr):
     client = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

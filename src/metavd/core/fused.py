@@ -17,7 +17,7 @@ Shape letters: C clients, B images, I and O channels, H x W pixels; images are (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -46,6 +46,14 @@ def ready() -> bool:
     except Exception:  # whatever keeps Triton from compiling: PyTorch's own operators are always there
         return False
     return True
+
+
+def rehearse(function: Callable[[], Any]) -> None:
+    """Call a function to compile its kernels side by side; what it computes is nonsense, and the caller's to undo."""
+    if ready():
+        from .launch import rehearse  # noqa: PLC0415  Triton need not be installed
+
+        rehearse(function)
 
 
 def poolable(x: Tensor) -> bool:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import kernel
+
 _BLOCK = 1024
 _CHUNK = 256
 """Windows whose share of a weight's gradient one program sums."""
@@ -49,7 +51,7 @@ def _pooled(image, top, left, channel, sb, sh, sw, sc, so, O):
     return image * sb + top // 2 * sh + left // 2 * sw + channel // O * sc + channel % O * so
 
 
-@triton.jit
+@kernel()
 def _pool(
     x, bias, y, place, channels, windows, yb, yh, yw, yc, yo,
     H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,7 +73,7 @@ def _pool(
     tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@kernel()
 def _pick(
     x, bias, place, y, channels, windows, yb, yh, yw, yc, yo,
     H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,7 +88,7 @@ def _pick(
     tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@kernel()
 def _unpick(
     g, place, x, sums, channels, windows, gb, gh, gw, gc, go,
     H: tl.constexpr, W: tl.constexpr, O: tl.constexpr,
@@ -108,7 +110,7 @@ def _unpick(
     tl.store(sums + tl.program_id(0) * channels + cols, total, mask=cols < channels)
 
 
-@triton.jit
+@kernel()
 def _taps(w, out, count, I, O, MODE: tl.constexpr, BLOCK: tl.constexpr):
     """Lay weights (C, O, I, 3, 3) out anew, in another type; `taps` says how."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -125,7 +127,7 @@ def _taps(w, out, count, I, O, MODE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@kernel()
 def _lengths(slopes, sizes, out, LANES: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the squares of a lane's blocks of all of a client's entries."""
     lane = tl.program_id(0)
@@ -140,7 +142,7 @@ def _lengths(slopes, sizes, out, LANES: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + client * LANES + lane, tl.sum(total, 0))
 
 
-@triton.jit
+@kernel()
 def _descend(starts, slopes, ends, sizes, squares, moving, lr, limit, CLIP: tl.constexpr, SOME: tl.constexpr,
              LANES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     lane = tl.program_id(0)
@@ -163,7 +165,7 @@ def _descend(starts, slopes, ends, sizes, squares, moving, lr, limit, CLIP: tl.c
             tl.store(ends[i] + client * size + at, start - rate * slope, mask=here)
 
 
-@triton.jit(do_not_specialize=["clients"])
+@kernel(do_not_specialize=["clients"])
 def _take(
     x, w, bias, given, y, place, windows, clients, sc, sb, sy, sx, si,
     H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
@@ -199,7 +201,7 @@ def _take(
     tl.store(y + out, value.to(y.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["clients"])
+@kernel(do_not_specialize=["clients"])
 def _weigh(
     x, g, place, gw, gb, windows, clients, sc, sb, sy, sx, si,
     H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
@@ -246,7 +248,7 @@ def inward(slope, position, low, high):
     return tl.where(tl.where(slope < 0, position >= high, position <= low), 0.0, slope)
 
 
-@triton.jit
+@kernel()
 def _gate(slope, x, out, low, high, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
@@ -255,7 +257,7 @@ def _gate(slope, x, out, low, high, count, BLOCK: tl.constexpr):
     tl.store(out + at, inward(value, position, low, high), mask=here)
 
 
-@triton.jit
+@kernel()
 def _hash(z, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, _mix(tl.load(z + at, mask=at < count, other=0)), mask=at < count)
@@ -269,7 +271,7 @@ def polar(key, pair):
     return tl.sqrt(tl.maximum(radius, 0.0)), (z & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09
 
 
-@triton.jit
+@kernel()
 def _normal(keys, out, count, half, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -279,7 +281,7 @@ def _normal(keys, out, count, half, BLOCK: tl.constexpr):
     tl.store(at + 1, radius * tl.sin(angle), mask=2 * index + 1 < count)
 
 
-@triton.jit
+@kernel()
 def _pull(number, sources, outs, sizes, BLOCK: tl.constexpr):
     first = tl.load(number)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -288,7 +290,7 @@ def _pull(number, sources, outs, sizes, BLOCK: tl.constexpr):
         tl.store(outs[i] + at, tl.load(sources[i] + first * sizes[i] + at, mask=here, other=0), mask=here)
 
 
-@triton.jit
+@kernel()
 def _images(
     x, y, rows, keys, mean, std, out, labels, scale, batch, pad,
     CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, AUGMENT: tl.constexpr, BLOCK: tl.constexpr,

@@ -296,8 +296,9 @@ def _captured(step: Callable[[], None], buffers: _Buffers) -> Callable[[], None]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(1 if buffers.graphs else _WARM_UP):
-            step()
+        first = not buffers.graphs
+        for run in [partial(fused.rehearse, step)] * first + [step] * (_WARM_UP if first else 1):
+            run()
             torch._foreach_copy_(touched, before)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
