@@ -143,13 +143,14 @@ def test_a_process_that_takes_too_long_is_ended(monkeypatch):
     assert "stopped after" in call(Variant("loop", "plain"), order())["error"]
 
 
-def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let nothing be measured: every variant takes a second, but one that breaks."""
+def fake(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[str]:
+    """Let nothing be measured: ours takes a second, one breaks, the others take two, or what is said."""
     asked: list[str] = []
 
     def called(variant: Variant, told: Order) -> dict[str, object]:
         asked.append(f"{told.work.name}: {variant.name}")
-        return {"error": "broken"} if variant.name == "loop" else answer(*[1.0] * told.rounds)
+        took = {"metavd": 1.0, **seconds}.get(variant.name, 2.0)
+        return {"error": "broken"} if variant.name == "loop" else answer(*[took] * told.rounds)
 
     monkeypatch.setattr(measure, "call", called)
     monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": json.dumps(PEAKS)}))
@@ -169,6 +170,18 @@ def test_repetitions_go_in_turn_and_a_broken_variant_is_not_asked_again(monkeypa
     assert [each["name"] for each in workload["variants"]] == names
     assert found["curves"] == {}
     assert json.dumps(found), "plain values alone"
+
+
+def test_a_close_race_goes_on(monkeypatch):
+    """Law: whoever is nearly as fast as ours is measured as often as ours, three times as often as the others."""
+    monkeypatch.setattr(measure.torch, "get_num_threads", lambda: 2)
+    ours, _, slow, quick = (each.name for each in variants("cpu", {}))
+    asked = fake(monkeypatch, **{quick: 1.2})
+    found = bench("cpu", only=["tiny"])
+    few = pace(TINY, quick=False).repetitions
+    assert [asked.count(f"tiny: {name}") for name in (ours, quick, slow)] == [3 * few, 3 * few, few]
+    rounds = {each["name"]: each.get("rounds") for each in found["workloads"][0]["variants"]}
+    assert rounds[ours] == rounds[quick] == 3 * rounds[slow]
 
 
 def test_who_stops_early_keeps_the_pieces_that_are_there(monkeypatch):
