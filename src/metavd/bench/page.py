@@ -248,8 +248,10 @@ def _marked(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *keys: str) -> list[Any]:
-    fresh = {tuple(each[key] for key in keys) for each in new}
-    return [*(each for each in old if tuple(each[key] for key in keys) not in fresh), *new]
+    """Put new pieces in the places of their like, and others behind."""
+    fresh = {tuple(each[key] for key in keys): each for each in new}
+    kept = [fresh.pop(tuple(each[key] for key in keys), each) for each in old]
+    return [*kept, *fresh.values()]
 
 
 def store_figures(path: Path, found: Mapping[str, Any]) -> None:
