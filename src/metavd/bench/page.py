@@ -27,16 +27,16 @@ _ABOUT = {
 _AXES = {"cohort": "clients a round", "clients": "clients", "width": "filters a layer"}
 _HEADING = """# Speed
 
-Written by `metavd bench`; every figure is of FedAvg on random images, and every variant computes the same rounds: the
-same network, data, cohorts, batch size, clipping. Each variant ran in a process of its own after a warm-up, in turn
-with the others, and nearly as fast ones three times as often. The fastest of its rounds counts, since others on a
-machine only ever make one slower; where rounds differ in size (*paper*), the mean of the same rounds. *metavd* is
-this package with its default settings, everything that belongs to a round included (drawing batches, aggregation,
-checks, records). *loop* is the loop that people write (`src/metavd/bench/plain.py`): a module, an optimiser, one
-client after another, `.item()` at every step. *tuned* means channels_last, a glibc that keeps freed memory and no
-`.item()`; *P x T* means P processes of T threads. Frameworks are measured as installed, and tuned likewise. *of ours*
-is the time of a round over ours. The peak is the fastest square matrix product measured in the same run, in the
-precision that was used.
+Written by `metavd bench`. But for whole runs, figures are of FedAvg on random images, and all variants compute the
+same rounds: the same network, data, cohorts, batch size, clipping. Each variant ran in a process of its own after a
+warm-up, in turn with the others, and nearly as fast ones three times as often. The fastest of its rounds counts,
+since others on a machine only ever make one slower; where rounds differ in size (*paper*), the mean of the same
+rounds. *metavd* is this package with its default settings, everything that belongs to a round included (drawing
+batches, aggregation, checks, records). *loop* is the loop that people write (`src/metavd/bench/plain.py`): a module,
+an optimiser, one client after another, `.item()` at every step. *tuned* means channels_last, a glibc that keeps freed
+memory and no `.item()`; *P x T* means P processes of T threads. Frameworks are measured as installed, and tuned
+likewise. *of ours* is the time of a round over ours. The peak is the fastest square matrix product measured in the
+same run, in the precision that was used.
 """
 
 

@@ -16,7 +16,7 @@ from .terminal import Reporter, console, settings_of
 _STORE = "results"
 
 
-_PLACES = {"--flower-python": "PYTHON", "--pfl-python": "PYTHON", "--root": "DIR"}
+_PLACES = {"--flower-python": "PYTHON", "--pfl-python": "PYTHON", "--root": "DIR", "--json": "FILE"}
 """Options whose values are this machine's own."""
 
 
