@@ -1,6 +1,6 @@
 """Whether shorter products cost accuracy: the same runs in every precision, over seeds. Needs a GPU and CIFAR-10.
 
-    python scripts/precision.py --root DIR --rounds 150 --page docs/precision.md
+    python scripts/precision.py --root DIR --rounds 100 --seeds 8 --page docs/precision.md
 
 A seed deals the data, starts the network and draws the batches; runs of one seed differ in their products alone. The
 figures go to results/precision.json, and --render writes the page from them without a run.
@@ -20,6 +20,7 @@ from metavd.bench.whole import SETTING
 from metavd.core.fused import EXACT, PRECISIONS
 from metavd.experiment.compare import compare
 from metavd.experiment.provenance import provenance
+from metavd.experiment.side import jobs_for
 
 METHODS = ("fedavg", "reptile+metavd")
 STORE = Path("results/precision.json")
@@ -32,7 +33,7 @@ def measured(root: str, rounds: int, seeds: int) -> dict[str, Any]:
         for precision in PRECISIONS:
             out = Path(folder) / precision
             settings = SETTING | {"rounds": rounds, "eval_every": rounds, "precision": precision, "device": "cuda"}
-            compare(METHODS, seeds=seeds, jobs=seeds, out=out, root=root, **settings)
+            compare(METHODS, seeds=seeds, jobs=jobs_for("cuda"), out=out, root=root, **settings)
             for method in METHODS:
                 results = [
                     json.loads((out / method / f"seed-{SETTING['seed'] + i}" / "result.json").read_text())
@@ -52,7 +53,8 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Precision",
         "",
-        f"Written by `python scripts/precision.py --root DIR --rounds {found['rounds']} --page docs/precision.md`:",
+        f"Written by `python scripts/precision.py --root DIR --rounds {found['rounds']} --seeds {found['seeds']} "
+        "--page docs/precision.md`:",
         f"CIFAR-10, dirichlet:0.5, 10 of 100 clients a round, 64 filters, {found['rounds']} rounds, {found['seeds']} "
         f"seeds from {SETTING['seed']};",
         f"{found['machine']}, torch {found['torch']}, commit {found['commit']}, {found['date']}. A seed deals the",

@@ -1,5 +1,8 @@
 """The CPU's settings: they last as long as a run, and change no result."""
 
+import subprocess
+import sys
+
 import torch
 
 import metavd
@@ -52,3 +55,23 @@ def test_memory_is_kept_while_a_run_lasts_and_given_back():
 def test_a_machine_without_glibc_runs_all_the_same(monkeypatch):
     monkeypatch.setattr(machine, "_glibc", lambda: None)
     assert metavd.run(method="fedavg", rounds=1, clients=3, unseen=0, cohort=1, width=8)["trained_rounds"] == 1
+
+
+UNLOADED = """
+import sys, torch, metavd
+from metavd.engine import machine
+metavd.run(method="maml+metavd", backend="vmap", rounds=2, clients=3, unseen=1, cohort=2, width=8)
+assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
+assert "_dynamo" not in vars(torch), "nothing of ours stays behind"
+with machine.tuned(1, "cpu"):
+    assert "torch._dynamo" not in sys.modules
+    real = torch._dynamo.config  # who asks for more is given the real one
+    assert "torch._dynamo" in sys.modules and torch._dynamo is sys.modules["torch._dynamo"]
+    torch.func.grad(lambda x: x * x)(torch.ones(()))
+assert torch._dynamo.config is real
+"""
+
+
+def test_the_compiler_is_not_loaded_by_a_run_and_there_for_whoever_wants_it():
+    """Law: a run loads neither torch's compiler nor its computer algebra, and does not stand in anyone's way."""
+    subprocess.run([sys.executable, "-c", UNLOADED], check=True, timeout=120)

@@ -7,9 +7,11 @@ whose cost is all in the bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, func
+from torch.autograd import Function
 
 from ..tree import Params
 
@@ -27,9 +29,10 @@ def _open(point: Params) -> tuple[Params, bool]:
     return {n: v if nested and v.requires_grad else v.detach().requires_grad_() for n, v in point.items()}, nested
 
 
-def _slopes(value: Tensor | tuple[Tensor, ...], point: Params, along: tuple[Tensor, ...] | None, graph: bool) -> Params:
-    inputs = tuple(point.values())
-    slopes = torch.autograd.grad(value, inputs, along, create_graph=graph, materialize_grads=True)
+def _slopes(value: Tensor, point: Params, *, graph: bool) -> Params:
+    if not value.requires_grad:  # the function does not depend on its point
+        return {name: torch.zeros_like(part) for name, part in point.items()}
+    slopes = torch.autograd.grad(value, tuple(point.values()), create_graph=graph, materialize_grads=True)
     return dict(zip(point, slopes, strict=True))
 
 
@@ -43,7 +46,7 @@ def grad_and_value(function: Scalar) -> Callable[[Params], tuple[Params, Tensor]
         with torch.enable_grad():
             opened, nested = _open(point)
             value = function(opened)
-            return _slopes(value, opened, None, nested), value if nested else value.detach()
+            return _slopes(value, opened, graph=nested), value if nested else value.detach()
 
     return both
 
@@ -54,17 +57,43 @@ def grad(function: Scalar) -> Callable[[Params], Params]:
     return lambda point: both(point)[0]
 
 
+class _Towards(Function):
+    """0, whose gradient by each of the first half of its arguments is the other half's; nothing may come after it.
+
+    With it a vector-Jacobian product is the gradient of a scalar. `torch.func.vjp` would load a computer algebra
+    system, half a second of imports, to compare two shapes.
+    """
+
+    @staticmethod
+    def forward(*arguments: Tensor) -> Tensor:
+        return arguments[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs[len(inputs) // 2 :])
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*ctx.saved_tensors, *[None] * len(ctx.saved_tensors))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Tensor) -> tuple[Tensor, int]:  # noqa: ARG004
+        return arguments[0].new_zeros(info.batch_size), 0
+
+
+def pulled(function: Callable[[Params], Params], point: Params, direction: Callable[[Params], Params]) -> Params:
+    """Return J^T d of a function at a point, where the direction d is a function of its value there."""
+
+    def scalar(point: Params) -> Tensor:
+        value = function(point)
+        with torch.no_grad():
+            along = direction(value)
+        towards: Tensor = _Towards.apply(*value.values(), *(along[name] for name in value))  # type: ignore[no-untyped-call]
+        return towards
+
+    return grad(scalar)(point)
+
+
 def hessian_product(function: Scalar, point: Params, direction: Params) -> Params:
     """Return H v exactly, by differentiating the gradient (the Hessian is symmetric)."""
-    if _transformed():
-        _, pullback = func.vjp(func.grad(function), point)  # type: ignore[misc]
-        product: Params = pullback(direction)[0]
-        return product
-    with torch.enable_grad():
-        opened, nested = _open(point)
-        # A part in which the function is linear has a gradient that depends on nothing, and no curvature.
-        gradient = {n: g for n, g in _slopes(function(opened), opened, None, True).items() if g.requires_grad}
-        if not gradient:
-            return {name: torch.zeros_like(value) for name, value in point.items()}
-        along = tuple(direction[name] for name in gradient)
-        return _slopes(tuple(gradient.values()), opened, along, nested)
+    return pulled(grad(function), point, lambda _: direction)

@@ -12,12 +12,12 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vmap
 
 from .. import tree
 from ..tree import Params
 from . import rng
-from .diff import grad
+from .diff import grad, pulled
 from .emit import OWNED
 from .local import FIXED
 from .objective import soft_cross_entropy
@@ -68,9 +68,10 @@ def pull(
             out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
             return _movable(out)
 
-        sent, pullback = vjp(emitted, _movable(state.params))  # type: ignore[misc]
-        gap = tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
-        (gradient,) = pullback(gap)
+        def gap(sent: Params) -> Params:
+            return tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
+
+        gradient = pulled(emitted, _movable(state.params), gap)
         if not owned_by_share:
             for name in gradient:
                 if name.startswith(OWNED):

@@ -1,15 +1,19 @@
-"""How a CPU is used while a run lasts: threads by the size of the model, and memory that is not given back in between.
+"""How a machine is used while a run lasts: threads by the size of the model, and memory that is not given back.
 
 glibc returns every freed block above a threshold to the system and faults it in anew at the next step; a batch's
 activations are such blocks, and the faults take as long as the arithmetic. While a run lasts, blocks stay in the
-process; afterwards the thresholds are as they were at its start and what is free is given back.
+process; afterwards the thresholds are as they were at its start and what is free is given back. torch's compiler, which
+no run needs and which takes seconds to load, stays unloaded.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -36,10 +40,12 @@ def tuned(weights: int, device: str, backend: str = "loop", precision: str = EXA
     With one client a core (backend "threads") what lies between clients has one thread too: so a run's bits do not
     depend on the number of cores.
     """
-    if device != "cpu":
-        with _products(precision):
-            yield
-        return
+    with _compiler_unloaded(), _products(precision) if device != "cpu" else _threads(weights, backend):
+        yield
+
+
+@contextmanager
+def _threads(weights: int, backend: str) -> Iterator[None]:
     before = torch.get_num_threads()
     if weights < _SMALL or backend == "threads":
         torch.set_num_threads(1)
@@ -65,6 +71,37 @@ def _products(precision: str) -> Iterator[None]:
         yield
     finally:
         matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before
+
+
+class _Unloaded:
+    """A module of torch's compiler that is loaded when someone asks it for more than whether it is at work."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        self._name = name
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+@contextmanager
+def _compiler_unloaded() -> Iterator[None]:
+    """Keep `torch.func.grad` from loading torch's compiler to switch its autograd off: nobody can have switched it on.
+
+    Whoever imports the compiler meanwhile gets it, and then the switch is the real one.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    switch = _Unloaded(f"{name}.compiled_autograd", _disable=nullcontext)
+    torch._dynamo = _Unloaded(name, compiled_autograd=switch)  # type: ignore[assignment]
+    ours = torch._dynamo
+    try:
+        yield
+    finally:
+        if vars(torch).get("_dynamo") is ours:
+            del torch._dynamo
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -30,8 +30,6 @@ from ..core.types import Algorithm, Batch, Sampling, ServerState
 from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
 from ..tree import Params
 
-_WARM_UP = 2
-"""Runs before the first capture, in which libraries choose their kernels and take their memory."""
 _EXACT = 16
 """Up to so many clients every number has a graph of its own; above, numbers share one with the next in the row."""
 _SAMPLE = 16
@@ -177,11 +175,17 @@ def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Te
     assert isinstance(local, Steps)
     few = cohort[:_SAMPLE]
     drawn = table(pool, algorithm.train_batches, local.group, state, few.tolist())
+    ids = over(few[drawn.order], pool.x.device)
+    drawn = drawn._replace(steps=[min(1, steps) for steps in drawn.steps])
+
+    def first() -> None:
+        _train(algorithm, pool, state, (ids, drawn), [], capture=False)
+
+    fused.rehearse(first)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    first = drawn._replace(steps=[min(1, steps) for steps in drawn.steps])
-    _train(algorithm, pool, state, (over(few[drawn.order], pool.x.device), first), [], capture=False)
+    first()
     torch.cuda.synchronize()
     each = (torch.cuda.max_memory_allocated() - before) / len(few)
     torch.cuda.empty_cache()
@@ -296,10 +300,11 @@ def _captured(step: Callable[[], None], buffers: _Buffers) -> Callable[[], None]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        first = not buffers.graphs
-        for run in [partial(fused.rehearse, step)] * first + [step] * (_WARM_UP if first else 1):
-            run()
+        if not buffers.graphs:
+            fused.rehearse(step)
             torch._foreach_copy_(touched, before)
+        step()  # in which libraries choose their kernels and take their memory
+        torch._foreach_copy_(touched, before)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=buffers.memory):
