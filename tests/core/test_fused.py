@@ -76,10 +76,14 @@ def adapted(block: Callable[..., Tensor]) -> Callable[[dict[str, Tensor], Tensor
     return value
 
 
+@pytest.mark.parametrize("wide", [16, 17], ids=["apart", "grouped"])
 @pytest.mark.parametrize("channels", [1, 3, 16])
 @pytest.mark.parametrize("function", [loss, adapted])
-def test_gradients_of_many_clients(function: Callable[..., Callable[..., Tensor]], channels: int) -> None:
+def test_gradients_of_many_clients(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Callable[..., Tensor]], channels: int, wide: int
+) -> None:
     """Parity: gradients of two blocks, few and many input channels, first and second order, under vmap."""
+    monkeypatch.setattr(fused, "WIDE", wide)
     given, x = parameters(channels), normal(C, B, channels, SIDE, SIDE)
     expected, found = (vmap(grad(function(block)))(given, x) for block in (plain, ours))
     for name, value in expected.items():
