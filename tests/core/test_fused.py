@@ -76,14 +76,14 @@ def adapted(block: Callable[..., Tensor]) -> Callable[[dict[str, Tensor], Tensor
     return value
 
 
-@pytest.mark.parametrize("wide", [16, 17], ids=["apart", "grouped"])
+@pytest.mark.parametrize("most", [15, 16], ids=["apart", "grouped"])
 @pytest.mark.parametrize("channels", [1, 3, 16])
 @pytest.mark.parametrize("function", [loss, adapted])
 def test_gradients_of_many_clients(
-    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Callable[..., Tensor]], channels: int, wide: int
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Callable[..., Tensor]], channels: int, most: int
 ) -> None:
     """Parity: gradients of two blocks, few and many input channels, first and second order, under vmap."""
-    monkeypatch.setattr(fused, "WIDE", wide)
+    monkeypatch.setattr(fused, "MOST_GROUPED", most)
     given, x = parameters(channels), normal(C, B, channels, SIDE, SIDE)
     expected, found = (vmap(grad(function(block)))(given, x) for block in (plain, ours))
     for name, value in expected.items():

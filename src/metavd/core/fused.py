@@ -33,8 +33,9 @@ from ..tree import Params
 EXACT, TF32, BF16 = "exact", "tf32", "bf16"
 PRECISIONS = (EXACT, TF32, BF16)
 """How products are computed: in float32, in float32 with 10 bits of mantissa, in bfloat16; sums always in float32."""
-WIDE = 256
-"""From so many channels on, convolutions take one client at a time."""
+MOST_GROUPED = 128
+"""Input channels up to which the weights' gradients of all clients are one grouped convolution; measured: with 256, ten
+clients of 64 images of 16x16 pixels take 7.9 ms so on an H200, and 0.8 ms one after another."""
 _INPUTS = {EXACT: "ieee", TF32: "tf32", BF16: "ieee"}
 
 
@@ -294,33 +295,23 @@ def _against(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
 def _convolved(images: Tensor, weight: Tensor, mode: int, precision: str) -> Tensor:
     clients, rows = len(weight), _grouped(_cast(images, precision))
     taps = _kernels().taps(weight, mode, rows.dtype)
-    groups = _groups(clients, images.shape[2])
-    parts = zip(rows.chunk(clients // groups, 1), taps.chunk(clients // groups), strict=True)
-    return _ungrouped(_joined([conv2d(x, w, padding=1, groups=groups) for x, w in parts], 1), clients)
-
-
-def _groups(clients: int, channels: int) -> int:
-    """Return how many clients a convolution takes at once: a wide one fills the GPU, and cuDNN is slow with groups."""
-    return 1 if channels >= WIDE else clients
-
-
-def _joined(parts: list[Tensor], axis: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    return _ungrouped(conv2d(rows, taps, padding=1, groups=clients), clients)
 
 
 def _steepness(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
     """Gradient by the weights: x (B, C, I, H, W), g (B, C, O, H, W) -> (C, O, I, 3, 3)."""
     clients, inputs, outputs = x.shape[1], x.shape[2], g.shape[2]
     images, slopes = (_grouped(_cast(value, precision)) for value in (x, g))
-    groups = _groups(clients, inputs)
+    # A wide gradient fills the GPU alone, and cuDNN is slow to compute several.
+    groups = clients if inputs <= MOST_GROUPED else 1
     like = images.new_empty(1).expand(groups * outputs, inputs, 3, 3)
-    each = [
+    parts = [
         torch.ops.aten.convolution_backward(
             slope, image, like, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False]
         )[1]
         for slope, image in zip(slopes.chunk(clients // groups, 1), images.chunk(clients // groups, 1), strict=True)
     ]
-    gw = _joined(each, 0)
+    gw = torch.cat(parts) if len(parts) > 1 else parts[0]
     return gw.to(torch.float32, memory_format=torch.contiguous_format).unflatten(0, (clients, outputs))
 
 
