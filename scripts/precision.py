@@ -28,35 +28,33 @@ def cases(given: Namespace) -> list[dict[str, Any]]:
 
 
 def page(given: Namespace, lines: list[Line]) -> str:
-    """Return the document, of the seeds that have run in every precision."""
-    last = {tuple(line["changes"][key] for key in ("method", "seed", "precision")): line["curve"][-1] for line in lines}
+    """Return the document."""
+    ends: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for line in lines:
+        ends.setdefault((line["changes"]["method"], line["changes"]["precision"]), []).append(line["curve"][-1])
     text = [
         "# Precision",
         "",
         f"Written by `python scripts/precision.py --root DIR --rounds {given.rounds} --seeds {given.seeds} "
         "--page docs/precision.md`:",
-        f"CIFAR-10, dirichlet:0.5, 10 of 100 clients a round, 64 filters, {given.rounds} rounds, seeds from "
-        f"{SETTING['seed']};",
+        f"CIFAR-10, dirichlet:0.5, 10 of 100 clients a round, 64 filters, {given.rounds} rounds, {given.seeds} "
+        f"seeds from {SETTING['seed']};",
         f"{made_on(lines)}. A seed deals the",
         "data, starts the network and draws the batches, so runs of one seed differ in their products alone. *Gap* is",
         "the mean over seeds of a run's difference from the exact one, with the standard error of that mean; *noise*",
         "is the standard deviation of the exact runs over seeds.",
         "",
-        "| method | precision | seeds | accuracy | gap | noise | unseen clients | gap | noise | NLL |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| method | precision | accuracy | gap | noise | unseen clients | gap | noise | NLL |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for method in METHODS:
-        seeds = [s for m, s, p in last if m == method and p == EXACT and all((m, s, q) in last for q in PRECISIONS)]
-        exact = [last[method, seed, EXACT] for seed in seeds]
-        for precision in PRECISIONS if len(seeds) > 1 else ():
-            runs = [last[method, seed, precision] for seed in seeds]
-            cells = [method, precision, str(len(seeds))]
-            for what in ("test", "unseen"):
-                gaps = [one[what] - other[what] for one, other in zip(runs, exact, strict=True)]
-                gap = f"{mean(gaps):+.2f} ± {stdev(gaps) / len(gaps) ** 0.5:.2f}" if precision != EXACT else ""
-                cells += [f"{mean(one[what] for one in runs):.2f}", gap, f"{stdev(one[what] for one in exact):.2f}"]
-            cells.append(f"{mean(one['nll'] for one in runs):.4f}")
-            text.append(f"| {' | '.join(cells)} |")
+    for (method, precision), runs in ends.items():
+        exact, cells = ends[method, EXACT], [method, precision]
+        for what in ("test", "unseen"):
+            gaps = [one[what] - other[what] for one, other in zip(runs, exact, strict=True)]
+            gap = f"{mean(gaps):+.2f} ± {stdev(gaps) / len(gaps) ** 0.5:.2f}" if precision != EXACT else ""
+            cells += [f"{mean(one[what] for one in runs):.2f}", gap, f"{stdev(one[what] for one in exact):.2f}"]
+        cells.append(f"{mean(one['nll'] for one in runs):.4f}")
+        text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 
 

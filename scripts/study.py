@@ -33,24 +33,27 @@ def _run(changes: dict[str, Any], root: str) -> Line:
     curve = _Curve()
     settings = SETTING | {"root": root, "device": "cuda"} | changes
     run(listener=curve, **settings)
-    made = {key: provenance(settings["device"])[key] for key in ("commit", "machine", "torch")}
+    made = provenance(settings["device"])
+    made = {key: made[key] for key in ("commit", "machine", "torch")}
     return {"changes": changes, **made, "date": time.strftime("%Y-%m-%d", time.gmtime()), "curve": curve.points}
+
+
+def _name(changes: dict[str, Any]) -> str:
+    return json.dumps(changes, sort_keys=True)
 
 
 def carried_out(cases: Sequence[dict[str, Any]], store: Path, root: str | None) -> list[Line]:
     """Return the lines of all cases that are in the store, in their order; with a root, run those that are missing."""
-    lines = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+    lines = map(json.loads, store.read_text().splitlines() if store.exists() else [])
+    done: dict[str, Line] = {_name(line["changes"]): line for line in lines}
     if root is not None:
-        done = [line["changes"] for line in lines]
-        missing = [(changes, root) for changes in cases if changes not in done]
+        missing = [(changes, root) for changes in cases if _name(changes) not in done]
         store.parent.mkdir(parents=True, exist_ok=True)
         for _, line in side_by_side(_run, missing, jobs_for("cuda")):
-            lines.append(line)
+            done[_name(line["changes"])] = line
             with store.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-    by_case = {json.dumps(line["changes"], sort_keys=True): line for line in lines}
-    names = [json.dumps(changes, sort_keys=True) for changes in cases]
-    return [by_case[name] for name in names if name in by_case]
+    return [done[_name(changes)] for changes in cases if _name(changes) in done]
 
 
 def made_on(lines: Sequence[Line]) -> str:
@@ -74,8 +77,11 @@ def main(
     given = parser.parse_args()
     if given.root is None and not given.render:
         parser.error("--root is missing; it names the folder with CIFAR-10's files")
-    lines = carried_out(cases(given), given.store, None if given.render else given.root)
+    wanted = cases(given)
+    lines = carried_out(wanted, given.store, None if given.render else given.root)
+    if len(lines) < len(wanted):
+        parser.error(
+            f"{given.store} holds {len(lines)} of {len(wanted)} runs; give --root, and not --render, for the rest"
+        )
     if given.page is not None:
-        if not lines:
-            parser.error(f"{given.store} holds none of these runs; give --root and leave --render out")
         given.page.write_text(page(given, lines))
