@@ -207,6 +207,8 @@ def test_who_stops_early_keeps_the_pieces_that_are_there(monkeypatch):
         (["--device", "cpu", "--flower-python", sys.executable], "cannot import flwr, ray"),
         (["--device", "tpu"], "tpu"),
         (["--render"], "--page names none"),
+        (["--device", "cpu", "--json", f"{__file__}/x.json"], "cannot write"),
+        (["--device", "cpu", "--page", f"{__file__}/pages/x.md"], f"{__file__} is no folder"),
     ],
 )
 def test_wrong_input_is_one_sentence(arguments, wanted, capsys, monkeypatch):

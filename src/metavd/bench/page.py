@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,13 @@ def _replaced(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
     fresh = {tuple(each[key] for key in keys): each for each in new}
     kept = [fresh.pop(tuple(each[key] for key in keys), each) for each in old]
     return [*kept, *fresh.values()]
+
+
+def check_place(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured for it."""
+    folder = next(place for place in path.absolute().parents if place.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise BenchError(f"cannot write {path}: {folder} is no folder that can be written to; name another file")
 
 
 def store_figures(path: Path, found: Mapping[str, Any]) -> None:

@@ -58,10 +58,13 @@ def bench_command(
     clients and the network. Close everything else first: the machine is used whole.
     """
     from ..bench.measure import BenchError, bench  # noqa: PLC0415 (torch's counters and matplotlib take a second)
-    from ..bench.page import store_figures, table, write_page  # noqa: PLC0415
+    from ..bench.page import check_place, store_figures, table, write_page  # noqa: PLC0415
 
     used = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     store = Path(place) if place else (Path(_STORE) / f"bench-{used}.json" if page or render else None)
+    for path in (store, Path(page) if page else None):
+        if path is not None:
+            check_place(path)
     if render:
         if page is None:
             raise BenchError("--render writes a page, but --page names none; for example --page docs/performance.md")
