@@ -26,7 +26,7 @@ import torch
 
 from metavd.core import rng
 from metavd.engine.simulate import simulate
-from metavd.experiment.run import Experiment, evaluate, prepare, start
+from metavd.runs.run import Experiment, evaluate, prepare, start
 
 ROUNDS = 30
 CASES = {

@@ -37,7 +37,7 @@ from campaign import answers, edges, misfortunes, waits
 from campaign.processes import LONG, PROCESSES, perform
 from campaign.rehearsal import BOUND, Outcome, can_mount, good, rehearse, trials
 
-from metavd.experiment.provenance import commit
+from metavd.runs.provenance import commit
 
 FAULTS = [*answers.REPLIES, *waits.WAITS, *misfortunes.SERVER, *edges.OTHERS]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from metavd.experiment.run import Silent, run
 from metavd.flower.local import federation
+from metavd.runs.run import Silent, run
 
 NODES, PATIENCE = 3, 1800
 TEXT = "unseen=0"

@@ -14,7 +14,7 @@ from typing import Any
 
 from study import SETTING, Line, made_on, main
 
-from metavd.experiment.tables import cells
+from metavd.studies.tables import cells
 
 PAPER = {f.name.partition(".")[0]: f.value for f in cells("T8", ["PerFedAvg"], ["0.5"])[0].figures if f.name != "gap"}
 """Test and unseen clients of CIFAR-10 at Dirichlet 0.5, in percent: one run, its last round."""

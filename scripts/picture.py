@@ -26,9 +26,9 @@ from matplotlib.lines import Line2D
 
 from metavd.core.variational import rates
 from metavd.engine.checkpoint import load_checkpoint
-from metavd.experiment.run import prepare
-from metavd.experiment.spec import Experiment
-from metavd.experiment.store import Store
+from metavd.runs.run import prepare
+from metavd.runs.settings import Experiment
+from metavd.runs.store import Store
 
 METHODS = ("fedavg", "reptile", "reptile+metavd")
 COLOURS = dict(zip(METHODS, ("#9a9a9a", "#3b78b5", "#d1602b"), strict=True))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from metavd.bench.whole import SETTING
-from metavd.experiment.provenance import provenance
-from metavd.experiment.run import Silent, run
-from metavd.experiment.side import jobs_for, side_by_side
+from metavd.runs.provenance import provenance
+from metavd.runs.run import Silent, run
+from metavd.studies.side import jobs_for, side_by_side
 
 Line = dict[str, Any]
 """One run: what it changes in the setting, where it was made, and its evaluations."""

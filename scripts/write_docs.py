@@ -18,8 +18,8 @@ import numpy as np
 
 from metavd import arrays, methods
 from metavd.data.collection import collect
-from metavd.experiment import spec
 from metavd.methods import Base, Option, Regulariser
+from metavd.runs import settings as spec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
 
@@ -125,7 +125,7 @@ def page() -> str:
     return f"""# Methods and their options
 
 Written by `python scripts/write_docs.py` from the tables in `src/metavd/methods.py` and
-`src/metavd/experiment/spec.py`; do not edit by hand. `metavd methods NAME` shows the options of one method,
+`src/metavd/runs/settings.py`; do not edit by hand. `metavd methods NAME` shows the options of one method,
 `metavd methods --json` everything, for programs.
 
 ## The names

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from metavd.cli.tune import Bar
-from metavd.experiment.spec import Experiment
-from metavd.experiment.tune import plan
+from metavd.runs.settings import Experiment
+from metavd.studies.tune import plan
 
 pytest.importorskip("optuna")
 

@@ -15,8 +15,8 @@ import pytest
 from metavd.cli import cli
 from metavd.cli.use import export_command, personalize_command, predict_command
 from metavd.data.source import digits
-from metavd.experiment.run import run
-from metavd.experiment.use import Personal, personalize
+from metavd.runs.run import run
+from metavd.serve.personal import Personal, personalize
 
 for command in (personalize_command, predict_command, export_command):
     cli.add_command(command)

@@ -16,7 +16,7 @@ from metavd.engine import stepped
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.graph import captured
 from metavd.engine.simulate import train_round
-from metavd.experiment.run import Experiment, prepare, rounds_of, start
+from metavd.runs.run import Experiment, prepare, rounds_of, start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -18,7 +18,7 @@ from metavd import methods
 from metavd.cli import cli, main
 from metavd.cli.terminal import settings_of
 from metavd.data.collection import parse
-from metavd.experiment.spec import Experiment, SpecError, with_settings
+from metavd.runs.settings import Experiment, SpecError, with_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

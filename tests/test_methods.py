@@ -23,8 +23,8 @@ from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_has
 from metavd.engine.machine import tuned
 from metavd.engine.simulate import simulate
 from metavd.evaluate.personal import answers
-from metavd.experiment.run import Setup, Silent, prepare, start
-from metavd.experiment.spec import Experiment
+from metavd.runs.run import Setup, Silent, prepare, start
+from metavd.runs.settings import Experiment
 
 FIELDS = {
     "clients": 6, "unseen": 2, "cohort": 3, "rounds": 3, "width": 8, "dtype": "float64", "eval_every": 3,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from metavd.engine.checkpoint import load_checkpoint
-from metavd.experiment.store import Store
 from metavd.flower.local import Local, federation
+from metavd.runs.store import Store
 
 from .rehearsal import STARTS, Outcome, Trial, small_disk, wanted
 from .stage import METHODS, Fault

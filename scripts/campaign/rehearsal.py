@@ -22,11 +22,11 @@ from metavd.core import rng
 from metavd.engine.backend import loop
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import train_round
-from metavd.experiment.run import prepare
-from metavd.experiment.spec import Experiment, with_settings
-from metavd.experiment.store import Store
 from metavd.flower import server
 from metavd.flower.config import FederationError, plan
+from metavd.runs.run import prepare
+from metavd.runs.settings import Experiment, with_settings
+from metavd.runs.store import Store
 
 from .answers import BIG
 from .stage import CLIENTS, GRID, METHODS, OWN, ROUNDS, Fault, Killed, Stage

@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from .data.source import Source as Source
     from .data.source import arrays as arrays
     from .evaluate import metrics as metrics
-    from .experiment.compare import compare as compare
-    from .experiment.run import run as run
-    from .experiment.spec import Experiment as Experiment
-    from .experiment.use import Personal as Personal
-    from .experiment.use import personalize as personalize
+    from .runs.run import run as run
+    from .runs.settings import Experiment as Experiment
+    from .serve.personal import Personal as Personal
+    from .serve.personal import personalize as personalize
+    from .studies.compare import compare as compare
 
 __version__ = VERSION
 
 _HOMES = {
     "Algorithm": "core.types",
-    "Experiment": "experiment.spec",
+    "Experiment": "runs.settings",
     "Federation": "data.partition",
-    "Personal": "experiment.use",
+    "Personal": "serve.personal",
     "Source": "data.source",
     "arrays": "data.source",
-    "compare": "experiment.compare",
+    "compare": "studies.compare",
     "federate": "data.partition",
     "from_module": "core.model",
     "metrics": "evaluate",
     "partition": "data",
-    "personalize": "experiment.use",
-    "run": "experiment.run",
+    "personalize": "serve.personal",
+    "run": "runs.run",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 

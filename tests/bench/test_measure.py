@@ -30,7 +30,7 @@ from metavd.bench.measure import (
 )
 from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
 from metavd.cli import main
-from metavd.experiment.run import run
+from metavd.runs.run import run
 
 SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
 PEAKS = {"float32": 1e9, "tf32": 4e9}

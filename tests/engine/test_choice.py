@@ -9,7 +9,7 @@ import metavd
 from metavd.core.model import cnn, from_module, mlp, small_cnn
 from metavd.engine import choice as module
 from metavd.engine.choice import choice, flops
-from metavd.experiment.run import Experiment, prepare
+from metavd.runs.run import Experiment, prepare
 
 
 def test_flops_are_two_a_weight_and_place():

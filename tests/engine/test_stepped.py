@@ -18,7 +18,7 @@ from metavd.engine import stepped as module
 from metavd.engine.backend import loop
 from metavd.engine.simulate import mapped, simulate
 from metavd.engine.stepped import serves, stepped, table
-from metavd.experiment.run import Experiment, Setup, prepare, start
+from metavd.runs.run import Experiment, Setup, prepare, start
 
 CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
 

@@ -15,10 +15,10 @@ from flwr.app import Message, MessageType
 from metavd.core.emit import EMBEDDING, hypernetwork
 from metavd.core.types import ServerState
 from metavd.engine import checkpoint
-from metavd.experiment.store import Store
 from metavd.flower.config import FederationError
 from metavd.flower.message import payload, read_order, write_reply
 from metavd.flower.registry import GUESTS, load, widened
+from metavd.runs.store import Store
 from metavd.wire import decode
 
 from .grid import SMALL, FakeGrid, Node, shares

@@ -19,9 +19,9 @@ from typing import IO, Any
 
 import torch
 
-from ..experiment.provenance import provenance
-from ..experiment.side import sharing
-from ..experiment.spec import Experiment, with_settings
+from ..runs.provenance import provenance
+from ..runs.settings import Experiment, with_settings
+from ..studies.side import sharing
 from . import whole
 from .ours import dealt
 from .workload import CURVES, WORKLOADS, Order, Workload, curve, training_flops

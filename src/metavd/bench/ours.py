@@ -10,8 +10,8 @@ from ..core import rng
 from ..data.cohort import choose
 from ..data.source import arrays
 from ..engine.simulate import Record
-from ..experiment.run import Setup, prepare, rounds_of, start, using
-from ..experiment.spec import Experiment, with_settings
+from ..runs.run import Setup, prepare, rounds_of, start, using
+from ..runs.settings import Experiment, with_settings
 from .plain import images, tell
 from .workload import Workload, from_json, timed
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from ..engine.simulate import Record
-from ..experiment.run import Silent, run
+from ..runs.run import Silent, run
 
 RUNS = (("fedavg", 1), ("reptile", 1), ("reptile+metavd", 1), ("maml", 1), ("perfedavg", 1), ("reptile+metavd", 4))
 """Methods, and how many runs of each at once."""

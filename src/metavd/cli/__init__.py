@@ -14,16 +14,16 @@ from ..core.types import NonFiniteError
 from ..data.cohort import ParticipationError
 from ..data.partition import PartitionError
 from ..data.source import SourceError
-from ..experiment.paper import PaperError
-from ..experiment.run import InterruptedRun
-from ..experiment.spec import SpecError
-from ..experiment.store import StoreError
-from ..experiment.tables import TableError
-from ..experiment.track import TrackError
-from ..experiment.tune import TuneError
 from ..flower.config import FailedRunError, FederationError
 from ..methods import MethodError
 from ..report.read import ReportError
+from ..runs.run import InterruptedRun
+from ..runs.settings import SpecError
+from ..runs.store import StoreError
+from ..runs.track import TrackError
+from ..studies.paper import PaperError
+from ..studies.tables import TableError
+from ..studies.tune import TuneError
 from ..version import VERSION
 from .bench import bench_command
 from .catalogue import datasets_command, methods_command

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from .. import methods as catalogue
 from ..data.formats import FORMATS
-from ..experiment.spec import FROM_DATA, HELP, Experiment
+from ..runs.settings import FROM_DATA, HELP, Experiment
 from .terminal import console
 
 

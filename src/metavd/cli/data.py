@@ -14,7 +14,7 @@ from rich.table import Table
 from ..data import formats
 from ..data.collection import load
 from ..data.partition import Federation, describe
-from ..experiment.run import complete, deal
+from ..runs.run import complete, deal
 from .terminal import Reporter, console, experiment_of, how, settings_of, where, words
 
 

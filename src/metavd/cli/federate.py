@@ -15,9 +15,9 @@ from rich.live import Live
 from rich.table import Table
 
 from .. import methods as catalogue
-from ..experiment.export import need
-from ..experiment.store import Store
 from ..flower.config import APP, FailedRunError, FederationError, app_toml, plan
+from ..runs.store import Store
+from ..serve.export import need
 from .terminal import Reporter
 from .train import print_results
 

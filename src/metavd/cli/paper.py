@@ -11,9 +11,9 @@ from typing import Any
 import click
 from rich.table import Table
 
-from ..experiment import paper
-from ..experiment.paper import Answer, Compared, PaperError, Protocol, Run, View
-from ..experiment.tables import MEASURES, cells, get, tables
+from ..studies import paper
+from ..studies.paper import Answer, Compared, PaperError, Protocol, Run, View
+from ..studies.tables import MEASURES, cells, get, tables
 from .terminal import Reporter, at_once, console
 
 STORE = "results/paper.jsonl"

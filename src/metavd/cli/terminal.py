@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from .. import methods as catalogue
 from ..engine.simulate import Record
-from ..experiment.spec import Experiment, SpecError, from_toml, with_settings
+from ..runs.settings import Experiment, SpecError, from_toml, with_settings
 
 _WIDE = 120
 """Columns of a table that does not go to a terminal."""

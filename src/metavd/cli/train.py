@@ -14,11 +14,11 @@ from rich.table import Table
 
 from .. import methods as catalogue
 from ..data.collection import Collection, load
-from ..experiment.compare import COLUMNS, cell, compare
-from ..experiment.run import complete, run
-from ..experiment.spec import Experiment, SpecError, spec_hash
-from ..experiment.store import Store
-from ..experiment.track import TRACKERS, both
+from ..runs.run import complete, run
+from ..runs.settings import Experiment, SpecError, spec_hash
+from ..runs.store import Store
+from ..runs.track import TRACKERS, both
+from ..studies.compare import COLUMNS, cell, compare
 from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, words
 
 

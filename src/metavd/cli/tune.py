@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..experiment.tune import BY, METRICS, SAMPLERS, Plan, TuneError, name_of, plan, tune
+from ..studies.tune import BY, METRICS, SAMPLERS, Plan, TuneError, name_of, plan, tune
 from .terminal import at_once, console, experiment_of, settings_of, shared, words
 
 _BEST = 5

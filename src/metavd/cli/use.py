@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from ..evaluate.metrics import accuracy
-from ..experiment.export import FORMATS, LICENCE, TABLES, check_path, csv_text, export, need, table, write_table
-from ..experiment.samples import samples
-from ..experiment.use import open_model, personalize_each
+from ..serve.export import FORMATS, LICENCE, TABLES, check_path, csv_text, export, need, table, write_table
+from ..serve.personal import open_model, personalize_each
+from ..serve.samples import samples
 from .terminal import Reporter, adding
 
 _placed = adding(

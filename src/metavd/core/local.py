@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..ops import fused
 from ..tree import Params
-from . import fused, rng
+from . import rng
 from .diff import grad, grad_and_value, hessian_product
 from .types import Batch, Local, Objective
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from ..ops import dense, fused
 from ..tree import Params
-from . import dense, fused, rng
+from . import rng
 from .types import Model
 from .variational import Noise, per_weight, spread, variance
 

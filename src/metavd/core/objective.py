@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..ops import dense
 from ..tree import Params
-from . import dense, rng
+from . import rng
 from .types import Batch, Model, Objective
 from .variational import Noise, kl
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import fused
+from ..ops import fused
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..ops import dense, fused
 from ..tree import Params
-from . import dense, fused
 
 Kind = Literal["logvar", "logalpha", "input"]
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..core import fused, rng
+from ..core import rng
 from ..core.types import Batch, Sampling
+from ..ops import fused
 from .augment import PAD, crop_and_flip
 from .partition import Federation
 from .source import transform

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..core import fused, rng
+from ..core import rng
 from ..core.local import Steps
 from ..core.types import Algorithm, Batch, Sampling, ServerState
 from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
+from ..ops import fused
 from ..tree import Params
 
 _EXACT = 16

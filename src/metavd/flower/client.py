@@ -27,8 +27,8 @@ from ..engine.machine import tuned
 from ..evaluate.calibration import plain, top1
 from ..evaluate.metrics import ClientResult, client_figures
 from ..evaluate.personal import respond
-from ..experiment.run import model_for, num_weights
-from ..experiment.spec import Experiment
+from ..runs.run import model_for, num_weights
+from ..runs.settings import Experiment
 from ..wire import decode, encode
 from .config import FederationError
 from .message import Order, read_order, read_spec, write_reply

@@ -15,8 +15,8 @@ from typing import Any
 
 from .. import methods
 from ..data.source import Source
-from ..experiment.spec import Experiment, SpecError, nearest, resolve, with_settings
 from ..methods import Option
+from ..runs.settings import Experiment, SpecError, nearest, resolve, with_settings
 from ..version import VERSION
 from ..wire import Limits
 

@@ -19,8 +19,8 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from ..data.source import Source
-from ..experiment.samples import described, restored
-from ..experiment.spec import Experiment, content
+from ..runs.settings import Experiment, content
+from ..serve.samples import described, restored
 from .config import FederationError
 
 PROTOCOL = 1

@@ -36,13 +36,13 @@ from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash, wr
 from ..engine.machine import tuned
 from ..engine.simulate import Record, check_finite
 from ..evaluate.personal import diagnose, masks_of
-from ..experiment.details import VERSION as DETAILS
-from ..experiment.details import drawn_rates
-from ..experiment.provenance import provenance
-from ..experiment.run import channels_last, model_for, num_weights
-from ..experiment.samples import described, restored, samples
-from ..experiment.spec import Experiment, from_toml, spec_hash, to_toml, with_settings
-from ..experiment.store import Store
+from ..runs.details import VERSION as DETAILS
+from ..runs.details import drawn_rates
+from ..runs.provenance import provenance
+from ..runs.run import channels_last, model_for, num_weights
+from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
+from ..runs.store import Store
+from ..serve.samples import described, restored, samples
 from ..tree import Params
 from ..wire import Expected, Guard, Rejected, Reply, encode, sparsity, traffic
 from . import figures, registry, site

@@ -29,9 +29,9 @@ from ..data.formats.folder import scan
 from ..data.formats.images import Stack, check_size
 from ..data.partition import Federation, federate
 from ..data.source import Source, moments
-from ..experiment.run import channels_last, deal
-from ..experiment.samples import blank, class_names, samples
-from ..experiment.spec import Experiment, content
+from ..runs.run import channels_last, deal
+from ..runs.settings import Experiment, content
+from ..serve.samples import blank, class_names, samples
 from .config import FederationError
 
 SITES = "sites"

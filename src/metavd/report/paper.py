@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..data.partition import federate
-from ..experiment.paper import SEED, View, identity, labels, settings_of
-from ..experiment.tables import Cell
+from ..studies.paper import SEED, View, identity, labels, settings_of
+from ..studies.tables import Cell
 from .clients import draw_clients
 from .read import Bins
 from .reliability import bars

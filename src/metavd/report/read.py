@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..evaluate.metrics import CLIENT_FIGURES
-from ..experiment.details import LIMIT
-from ..experiment.spec import SpecError, from_toml
-from ..experiment.store import Store, StoreError
+from ..runs.details import LIMIT
+from ..runs.settings import SpecError, from_toml
+from ..runs.store import Store, StoreError
 
 PARTS = {"test": "participating", "unseen": "unseen"}
 """Groups of clients, by their names in files, with their names for people."""

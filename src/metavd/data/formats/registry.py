@@ -14,13 +14,7 @@ from .celeba import LAYOUTS, plan_celeba
 from .cifar import plan_cifar10, plan_cifar100
 from .files import Plan
 from .folder import plan_folder
-from .idx import (
-    SPLITS,
-    WRITERS,
-    plan_emnist,
-    plan_fashion_mnist,
-    plan_mnist,
-)
+from .idx import SPLITS, WRITERS, plan_emnist, plan_fashion_mnist, plan_mnist
 from .leaf import plan_femnist
 from .npz import CHANNELS, plan_npz
 

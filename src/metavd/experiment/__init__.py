@@ -1,1 +1,0 @@
-"""One experiment from its specification to its stored result."""

@@ -1,0 +1,1 @@
+"""Operators with more than one implementation: plain torch, and a kernel on a GPU."""

@@ -1,0 +1,174 @@
+"""A run's folder: what was asked, what happened, what came out. The only place that writes results.
+
+config.toml     everything resolved, enough to repeat the run
+rounds.jsonl    one line a round; where there was an evaluation, its metrics
+clients.csv     one line a client at the last evaluation
+details.json    bins and histograms for reports, see runs.details
+result.json     the result; there only when the run is finished
+checkpoint/     see engine.checkpoint
+best/           likewise, the states with the best validation, where the run stops early
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.checkpoint import write_atomic
+
+_RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds")
+"""What a result has at least."""
+
+
+class StoreError(ValueError):
+    """A folder that cannot be used; the text says what would be right."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Paths of a run's folder."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.folder / "config.toml"
+
+    @property
+    def rounds(self) -> Path:
+        """One line a round."""
+        return self.folder / "rounds.jsonl"
+
+    @property
+    def clients(self) -> Path:
+        """One line a client."""
+        return self.folder / "clients.csv"
+
+    @property
+    def result(self) -> Path:
+        """The result of a finished run."""
+        return self.folder / "result.json"
+
+    @property
+    def details(self) -> Path:
+        """What reports draw."""
+        return self.folder / "details.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of checkpoints."""
+        return self.folder / "checkpoint"
+
+    @property
+    def best(self) -> Path:
+        """The folder of the states with the best validation."""
+        return self.folder / "best"
+
+    def is_run(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.exists()
+
+    def is_finished(self) -> bool:
+        """Whether the run here is complete and its result sound."""
+        try:
+            self.read_result()
+        except StoreError:
+            return False
+        return True
+
+    def open(self, config: str) -> None:
+        """Write the configuration into a folder that is new, empty or this run's."""
+        # The lock, and what a crash during the very first write may have left, are ours.
+        ours = {".lock", f".{self.config.name}.partial"}
+        if not self.is_run() and any(path.name not in ours for path in self.folder.iterdir()):
+            raise StoreError(f"the folder {self.folder} is not empty and holds no run; name a new or empty one")
+        write_atomic(self.config, config.encode())
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder against a second process that would write the same run."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StoreError(f"{self.folder} is a file, but a run needs a folder; name another --out")
+        created = not self.folder.exists()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise StoreError(f"cannot write to the folder {self.folder}: {error.strerror}") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise StoreError(
+                    f"another process is writing to {self.folder}; wait for it or name another --out"
+                ) from None
+            try:
+                yield
+            except StoreError:
+                (self.folder / ".lock").unlink(missing_ok=True)
+                if created:
+                    self.folder.rmdir()
+                raise
+
+    def read_result(self) -> dict[str, Any]:
+        """Return a finished run's result."""
+        try:
+            value: dict[str, Any] = json.loads(self.result.read_text())
+            missing = [key for key in _RESULT if key not in value]
+            if missing:
+                raise ValueError(f"it lacks {', '.join(missing)}")
+        except OSError:
+            hint = "run it to the end with --resume" if self.is_run() else "name the --out folder of a run"
+            raise StoreError(f"there is no finished run in {self.folder}; {hint}") from None
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self.result} is damaged ({error}); run it again with --resume") from None
+        return value
+
+    def read_rounds(self) -> list[dict[str, Any]]:
+        """Return the records of all whole lines."""
+        if not self.rounds.exists():
+            return []
+        records = []
+        for line in self.rounds.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # a line that a crash cut short: nothing after it counts
+            if not isinstance(record, dict) or "round" not in record:
+                break
+            records.append(record)
+        return records
+
+    def cut_rounds(self, done: int) -> None:
+        """Forget what was written after a round, so that going on from it leaves no trace of the interruption."""
+        kept = [record for record in self.read_rounds() if record["round"] <= done]
+        write_atomic(self.rounds, "".join(_line(record) for record in kept).encode())
+
+    def add_round(self, record: Mapping[str, Any]) -> None:
+        """Append a round's line."""
+        with self.rounds.open("a") as file:
+            file.write(_line(record))
+
+    def finish(
+        self, result: Mapping[str, Any], clients: Sequence[Mapping[str, Any]], details: Mapping[str, Any]
+    ) -> None:
+        """Write the clients' lines, what reports draw and, last, the result."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(clients[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(clients)
+        write_atomic(self.clients, text.getvalue().encode())
+        write_atomic(self.details, (json.dumps(details, allow_nan=False) + "\n").encode())
+        write_atomic(self.result, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record) + "\n"

@@ -1,0 +1,473 @@
+"""What a trained model is for: adapt it to a client, answer rows with it, keep it.
+
+    own   = personalize(received, batches)     what evaluation computes for a client, here for one who asks
+    probs = predict(own, x)                    what evaluation scores, here for rows without a score
+
+A personalised model is a folder that needs neither the run nor its data any more:
+
+    weights.safetensors   a client's own parameters
+    config.toml           the run's, everything resolved
+    model.json            written last: where it comes from, what it takes, how it answers, the others' checksums
+
+Shape letters: B rows, K classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
+from torch import nn
+
+from .. import methods
+from ..core import rng
+from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
+from ..data import collection
+from ..data.cohort import PERSONAL, TEST, Pool, batches
+from ..data.cohort import pool as pool_of
+from ..data.formats.cache import Note, log
+from ..data.partition import Federation
+from ..data.source import Source, SourceError, transform
+from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomic
+from ..engine.machine import tuned
+from ..evaluate.personal import ROWS, personal
+from ..evaluate.uncertainty import entropy
+from ..runs.run import Data, Setup, channels_last, data_of, model_for, num_weights, prepare, using
+from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
+from ..runs.store import Store
+from ..tree import Params
+from ..version import VERSION
+from .samples import Given, Samples, UseError, blank, class_names, described, domain_number, fit, restored, samples
+
+FORMAT = 1
+"""Version of a personalised model's folder."""
+WEIGHTS, CONFIG, ABOUT = "weights.safetensors", "config.toml", "model.json"
+_OWN_MODULE = "was trained on a network of your own, which no folder holds; use Python and pass it as module="
+
+
+class Prediction(NamedTuple):
+    """What a personalised model says of B rows."""
+
+    probs: np.ndarray
+    """(B, K) class probabilities."""
+    entropy: np.ndarray
+    """(B,) of the probabilities, in nats: all that the model is unsure of."""
+    mutual_information: np.ndarray | None
+    """(B,) in nats: what it is unsure of because it does not know its weights; None without a posterior."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's folder, opened."""
+
+    folder: Path
+    setup: Setup
+    state: ServerState
+    result: dict[str, Any] | None
+    """The content of result.json; None while the run is not finished."""
+    module: nn.Module | Model | None
+
+
+@dataclass(frozen=True, eq=False)
+class Personal:
+    """A client's own model: `predict(x)` answers, `save(folder)` and `Personal.load(folder)` keep it."""
+
+    params: Params
+    takes: Source
+    """What it takes: a source without rows."""
+    experiment: Experiment
+    about: Mapping[str, Any]
+    """Where it comes from, in plain values; see docs/use.md."""
+    module: nn.Module | Model | None = None
+
+    @cached_property
+    def model(self) -> Model:
+        """The network."""
+        return model_for(replace(self.experiment, device=str(self.device)), self.takes, self.module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(iter(self.params.values())).device
+
+    @property
+    def classes(self) -> list[str]:
+        """The K classes' names, with their domains' where there are several."""
+        names = list(self.about["classes"])
+        for domain in self.takes.domains:
+            for number in range(domain.first_class, domain.first_class + domain.num_classes):
+                names[number] = f"{domain.name}:{names[number]}"
+        return names
+
+    def algorithm(self, **options: Any) -> Algorithm:
+        """Return the run's method, some of its options changed."""
+        e = self.experiment
+        # FedBE wants its server's rows only to train.
+        setting = methods.Setting(int(e.clients), self.takes.num_classes, e.rounds, server_rows=lambda key: key)
+        return methods.algorithm(e.method, self.model, setting, {**e.options, **options})
+
+    def answer(self, samples: int | None = None) -> Predict:
+        """Return how the model answers: as in the run's evaluation, and where it has a posterior with information.
+
+        `samples` is the number of posterior draws. A run that answers at the posterior mean goes on to do so, and its
+        draws tell the information alone.
+        """
+        options = self.experiment.options
+        if "predict" not in options:
+            if samples is not None:
+                raise UseError(f"samples is {samples}, but {self.experiment.method} has no posterior to draw from")
+            return self.algorithm().predict
+        chosen = {} if samples is None else {"samples": samples}
+        draws = self.algorithm(predict="draws", **chosen).predict
+        if options["predict"] == "draws":
+            return draws
+        mean = self.algorithm().predict
+        return lambda own, x, key: mean(own, x, key)._replace(drawn=draws(own, x, key).drawn)
+
+    def normalise(self, x: torch.Tensor, domain: int | None = None) -> torch.Tensor:
+        """Return stored rows as the network sees them: with the run's numbers, not those of the rows."""
+        rows = None if domain is None else torch.full((x.shape[0],), domain, device=x.device)
+        return transform(self.takes, getattr(torch, self.experiment.dtype), x.device)(x, rows)
+
+    def predict(self, x: ArrayLike, *, samples: int | None = None, domain: str | None = None) -> Prediction:
+        """Answer rows as they are stored: uint8 images 0 to 255 or floats, as the run's data were.
+
+        Args:
+            x: (B, c, h, w) or (B, h, w) images, brought to the model's size, or (B, d) features.
+            samples: posterior draws; by default as many as the run's option says.
+            domain: of a model of several datasets, which of them the rows are like.
+        """
+        number = domain_number(self.takes, domain or self.about["domain"])
+        # A copy: arrays may have any stride along an axis of length 1, and torch chooses its algorithms by strides.
+        raw = torch.from_numpy(np.array(fit(x, self.takes), order="C"))
+        answer, key = self.answer(samples), torch.tensor(self.about["key"], dtype=torch.int64)
+        # As in evaluation: another order of sums would be another rounding.
+        last = raw.ndim == 4 and channels_last(self.experiment)
+        layout = torch.channels_last if last else torch.contiguous_format
+        with torch.no_grad(), tuned(num_weights(self.model), str(self.device)):
+            parts = [
+                answer(
+                    self.params,
+                    self.normalise(part.to(self.device), number).contiguous(memory_format=layout),
+                    rng.fold(key, i).to(self.device),
+                )
+                for i, part in enumerate(torch.split(raw, ROWS))
+            ]
+        probs = torch.cat([part.probs for part in parts]).double().cpu().numpy()
+        if not np.isfinite(probs).all():
+            bad = int((~np.isfinite(probs)).any(1).argmax())
+            raise NonFiniteError(f"row {bad} is answered with probabilities that are NaN; are its numbers too large?")
+        drawn = torch.cat([part.drawn["information"] for part in parts]).cpu().numpy() if parts[0].drawn else None
+        return Prediction(probs, entropy(probs), drawn)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the folder, whole or not at all; it must be new or empty."""
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UseError(f"{folder} is there already and not empty; name a new folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        flat = {name: value.detach().cpu().contiguous().clone() for name, value in self.params.items()}
+        contents = {WEIGHTS: bytes_of(flat), CONFIG: to_toml(self.experiment).encode()}
+        sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+        # Sums over entries are taken in their order, which safetensors does not keep.
+        about = {**self.about, "takes": described(self.takes), "order": list(flat), "sha256": sums}
+        contents[ABOUT] = (json.dumps(about | {"check": digest(about)}, indent=2) + "\n").encode()
+        scratch = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            scratch.mkdir()
+            for name, data in contents.items():
+                write_atomic(scratch / name, data)
+            scratch.replace(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return folder
+
+    @staticmethod
+    def load(
+        folder: str | Path, *, module: nn.Module | Model | None = None, device: torch.device | str = "cpu"
+    ) -> Personal:
+        """Read a folder that `save` wrote, after its checksums; a network of your own is passed as `module`."""
+        folder = Path(folder)
+        try:
+            about = json.loads((folder / ABOUT).read_text())
+            version = about["format"]
+            if version == FORMAT:
+                check = about.pop("check")
+                contents = {name: (folder / name).read_bytes() for name in (WEIGHTS, CONFIG)}
+                sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+                if check != digest(about) or about.pop("sha256") != sums:
+                    raise ValueError("its checksums do not match")
+                loaded = tensors_of(contents[WEIGHTS])
+                params = {name: loaded[name].to(device) for name in about.pop("order")}
+                takes = restored(about.pop("takes"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise UseError(f"{folder} holds no sound personalised model ({error}); personalise it again") from None
+        if version != FORMAT:
+            raise UseError(f"{folder} is of format {version!r}, but this metavd reads format {FORMAT}; update metavd")
+        experiment = replace(with_settings(Experiment(), from_toml(folder / CONFIG)), device=str(device))
+        if module is None and "/" in experiment.content:
+            raise UseError(f"{folder} {_OWN_MODULE}")
+        found = Personal(params, takes, experiment, about, module)
+        _check_module(found, str(folder))
+        return found
+
+
+def _check_module(own: Personal, place: str) -> None:
+    """Refuse a module that is not the one that was trained."""
+    for layer, shape in own.model.layers.items():
+        weight = own.params.get(f"{layer}.weight")
+        if weight is not None and tuple(weight.shape) != shape:
+            raise UseError(f"{place} has a layer {layer} of shape {tuple(weight.shape)}, but the module's is {shape}")
+    missing = [layer for layer in list(own.model.layers)[:-1] if f"{layer}.weight" not in own.params]
+    if missing:
+        raise UseError(f"{place} has no layer {missing[0]}, but the module has; pass the module that was trained")
+    if own.about["noise"] != _noise(own.algorithm()):
+        raise UseError(f"{place} has another posterior than the module gives it; pass the module as it was trained")
+
+
+def _noise(algorithm: Algorithm) -> dict[str, Any] | None:
+    return None if algorithm.noise is None else json.loads(json.dumps(asdict(algorithm.noise)))
+
+
+# From a run to a client's model
+
+
+def open_run(
+    folder: str | Path,
+    *,
+    trained_on: Data | None = None,
+    module: nn.Module | Model | None = None,
+    root: str | Path | None = None,
+    device: str | None = None,
+    note: Note = log,
+) -> Trained:
+    """Build a run's parts again and load the state that it tested, once it is known to be just that.
+
+    Args:
+        folder: of a run, finished or not.
+        trained_on: the data that were handed to `run` as `source`; by default they are read as the run did.
+        module: the network that was handed to `run`, if one was.
+        root: where the files of datasets are; by default where the run found them.
+        device: by default the run's, or the CPU where that is not there.
+        note: told what a person should know.
+    """
+    store = Store(Path(folder))
+    if not store.is_run():
+        raise UseError(f"{folder} holds no run and no personalised model; name the --out folder of one")
+    given = with_settings(Experiment(), from_toml(store.config))
+    if module is None and "/" in given.content:
+        raise UseError(f"the run in {folder} {_OWN_MODULE}")
+    if trained_on is None:
+        _check_readable(given, folder)
+    given = replace(given, device=device or (given.device if torch.cuda.is_available() else "cpu"))
+    given = given if root is None else replace(given, root=str(root))
+    setup = prepare(given, data_of(given, trained_on, note), module)
+    if setup.experiment.content != given.content:
+        now = f"content {setup.experiment.content} in place of {given.content}"
+        raise UseError(f"the data or the network are not those that the run in {folder} was trained with ({now})")
+    result = store.read_result() if store.result.exists() else None
+    state = _tested(store, setup, result, note)
+    return Trained(store.folder, setup, state, result, module)
+
+
+def _check_readable(given: Experiment, folder: str | Path) -> None:
+    try:
+        collection.parse(given.data)
+    except SourceError:
+        raise UseError(
+            f"the run in {folder} was trained on {given.data!r}, which is no dataset's name but data handed over in "
+            "Python; use Python and pass them as trained_on="
+        ) from None
+
+
+def _tested(store: Store, setup: Setup, result: Mapping[str, Any] | None, note: Note) -> ServerState:
+    """Return the state that the run tested, or would test if it ended now."""
+    device = setup.experiment.device
+    found = load_checkpoint(store.checkpoint, device, note)
+    if found is not None and "best" in found[1]:
+        found = load_checkpoint(store.best, device, note, round=found[1]["best"]["round"])
+    if found is None:
+        raise UseError(f"the run in {store.folder} has no sound checkpoint; train it with metavd run --resume")
+    if result is None:
+        note(f"the run in {store.folder} is not finished; its state of round {int(found[0].round)} is used")
+    elif state_hash(found[0]) != result["model_sha256"]:
+        raise UseError(
+            f"the state of round {result['tested_round']} that the run in {store.folder} tested is missing or damaged; "
+            "run it again into another folder"
+        )
+    return found[0]
+
+
+def personalize(
+    run: str | Path | Trained,
+    source: Given | None = None,
+    *,
+    client: str | int | None = None,
+    domain: str | None = None,
+    trained_on: Data | None = None,
+    module: nn.Module | Model | None = None,
+    root: str | Path | None = None,
+    device: str | None = None,
+    note: Note = log,
+) -> Personal:
+    """Return the model of one client, adapted exactly as evaluation adapts it.
+
+    Args:
+        run: a run's folder, or what `open_run` made of it.
+        source: labelled rows of a client that was never seen, see `samples.samples`. Without it, `client` is one of the
+            run's own; without both, the model is what a new client receives, before any adaptation.
+        client: which of the clients in `source`, or the number of one of the run's clients, unseen ones included.
+        domain: of a run on several datasets, which of them `source` is like.
+        trained_on: see `open_run`, as the arguments that follow.
+        module: your own network.
+        root: where the files of datasets are.
+        device: where to compute.
+        note: told what a person should know.
+    """
+    trained = _opened(run, trained_on=trained_on, module=module, root=root, device=device, note=note)
+    found = personalize_each(trained, source, client=client, domain=domain, root=root, note=note)
+    if len(found) > 1:
+        raise UseError(f"the data hold {len(found)} clients ({_some(list(found))}), but one is wanted; name it")
+    return next(iter(found.values()))
+
+
+def personalize_each(
+    run: str | Path | Trained,
+    source: Given | None = None,
+    *,
+    client: str | int | None = None,
+    domain: str | None = None,
+    root: str | Path | None = None,
+    note: Note = log,
+    **how: Any,
+) -> dict[str, Personal]:
+    """Return, by name, the models of all clients in `source`, or of the one that is named; see `personalize`."""
+    trained = _opened(run, root=root, note=note, **how)
+    if source is None:
+        number = None if client is None else _number(trained, client)
+        return {"new" if number is None else str(number): _participating(trained, number, domain)}
+    e, held = trained.setup.experiment, trained.setup.pool.federation.source
+    takes, classes = blank(held), class_names(e.data, held)
+    rows = samples(source, takes, classes, data=e.data, domain=domain, root=root or e.root, note=note)
+    if rows.y is None:
+        raise UseError(f"{rows.name} has no labels, but a model is adapted to labelled rows; metavd predict needs none")
+    return _new(trained, rows, None if client is None else str(client), classes)
+
+
+def _opened(run: str | Path | Trained, **how: Any) -> Trained:
+    return run if isinstance(run, Trained) else open_run(run, **how)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _number(trained: Trained, client: str | int) -> int:
+    """Return the number of one of the run's clients."""
+    federation = trained.setup.pool.federation
+    known, everyone = federation.num_clients, federation.num_clients + federation.num_unseen
+    if not str(client).isdigit() or int(client) >= everyone:
+        unseen = f", and {known} to {everyone - 1} that never took part" if everyone > known else ""
+        raise UseError(f"client is {client!r}, but the run has the clients 0 to {known - 1}{unseen}")
+    return int(client)
+
+
+def _participating(trained: Trained, number: int | None, domain: str | None) -> Personal:
+    """Give one of the run's clients its model, or a new one what it would receive."""
+    pool = trained.setup.pool
+    if domain is not None:
+        domain_number(pool.federation.source, domain)
+    if number is None:
+        return _model(trained, None, pool.federation.num_clients, kind="new", client=None, domain=domain)
+    kind = "unseen" if number >= pool.federation.num_clients else "participating"
+    return _model(trained, pool, number, kind=kind, client=str(number), domain=domain)
+
+
+def _new(trained: Trained, rows: Samples, client: str | None, classes: list[str]) -> dict[str, Personal]:
+    """Give clients that the run has never seen their models.
+
+    The first of them has the number, and so the random numbers, of the run's first unseen client, and so on: whoever
+    brings an unseen client's rows gets exactly the model that the run evaluated.
+    """
+    names = rows.clients() or ["new"]
+    if client is not None and client not in names:
+        raise UseError(f"client is {client!r}, but the data hold {_some(names) if rows.client else 'no clients'}")
+    setup, held = trained.setup, trained.setup.pool.federation
+    usable = np.ones(len(rows.x), bool) if rows.test is None else ~rows.test
+    owner = np.array(rows.client or ["new"] * len(rows.x), object)
+    # pFedGP may be told to lend new clients labelled rows of the others, which must then be there.
+    kept = len(held.source.y) if setup.algorithm.personal_batches.extra else 0
+    none = np.empty(0, np.int64)
+    blocks = tuple(kept + np.flatnonzero((owner == name) & usable) for name in names)
+    known = tuple(held.train[number] if kept else none for number in range(held.num_clients))
+    assert rows.y is not None
+    of = held.source.domain
+    source = replace(
+        held.source, test=None, client=None,
+        x=np.concatenate([held.source.x[:kept], rows.x]), y=np.concatenate([held.source.y[:kept], rows.y]),
+        domain=None if of is None else np.concatenate([of[:kept], np.full(len(rows.x), rows.domain)]),
+    )  # fmt: skip
+    federation = Federation(source, (*known, *blocks), (), (), held.num_clients, len(names), none)
+    pool = pool_of(federation, setup.experiment.device, setup.pool.dtype)._replace(layout=setup.pool.layout)
+    about = {"kind": "new", "adapted_on": rows.name, "classes": classes,
+             "domain": None if rows.domain is None else source.domains[rows.domain].name}  # fmt: skip
+    return {
+        name: _model(trained, pool, held.num_clients + i, client=name if rows.client else None, **about)
+        for i, name in enumerate(names)
+        if client in (None, name)
+    }
+
+
+def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Personal:
+    """Do for one client what evaluation does for all; without a pool the client has nothing to adapt to."""
+    setup, state = trained.setup, trained.state
+    e, held = setup.experiment, setup.pool.federation
+    key, round = state.key.cpu(), int(state.round)
+    with torch.no_grad(), using(setup):
+        own_key = rng.fold(key, PERSONAL, round, number)
+        stage = setup.algorithm.personal_batches
+        steps = [] if pool is None else batches(pool, number, stage, own_key, state.round)
+        make = personal(setup.algorithm, state, unseen=number >= held.num_clients)
+        own = make(torch.tensor(number, device=e.device), steps)
+    described = {
+        "format": FORMAT, "metavd": VERSION, "method": e.method, "data": e.data, "run": str(trained.folder.resolve()),
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "round": round,
+        "adapted_on": "nothing" if pool is None else "rows of the run",
+        "samples": 0 if pool is None else len(pool.federation.train[number]),
+        "classes": about.pop("classes", None) or class_names(e.data, held.source),
+        "key": int(rng.fold(key, TEST, round, number)), "noise": _noise(setup.algorithm), "result": trained.result,
+        **about,
+    }  # fmt: skip
+    return Personal(own, blank(held.source), e, described, trained.module)
+
+
+def open_model(
+    place: str | Path, *, client: str | None = None, domain: str | None = None, device: str | None = None, **how: Any
+) -> Personal:
+    """Return the model of a personalised folder, or of a run's client, or what a run has for a new client."""
+    if (Path(place) / ABOUT).exists():
+        if client is not None:
+            raise UseError(f"client is {client!r}, but {place} is one client's model already; leave it out")
+        return Personal.load(place, device=_usable(device or "cpu"))
+    return personalize(place, client=client, domain=domain, device=device, **how)
+
+
+def _usable(device: str) -> str:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UseError(f"device is {device!r}, but torch has no such device here; use cpu") from None
+    return device

@@ -1,0 +1,186 @@
+"""The paper's 17 result tables as data: every number, what is doubtful about it, and the run that gives ours.
+
+The numbers stand in `tables.toml`. A cell is a row and a column of a table; it holds one or more figures (test and
+unseen accuracy and their gap, say), which all come from one run. Its settings are what `metavd.runs.run.run`
+takes, so two cells with equal settings share a run, in whatever tables they stand.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+from .. import methods
+from ..runs.settings import nearest
+
+
+class TableError(ValueError):
+    """A table, row or column that the paper does not have; the text says what would be right."""
+
+
+class Measure(NamedTuple):
+    """What a figure measures, and where it stands in a run's result."""
+
+    heading: str
+    path: str
+    factor: float
+
+
+MEASURES = {
+    "test": Measure("test accuracy %", "test.accuracy", 100.0),
+    "unseen": Measure("unseen accuracy %", "unseen.accuracy", 100.0),
+    "gap": Measure("gap", "gap", 100.0),
+    "ece": Measure("ECE %", "unseen.ece_flat", 100.0),
+    "mce": Measure("MCE %", "unseen.mce_flat", 100.0),
+    "sparsity": Measure("sparsity %", "sparsity.layer", 100.0),
+    "classes": Measure("classes a client", "classes.mean", 1.0),
+}
+"""Accuracy is the clients' mean weighted by their training rows, the gap unseen less test; calibration is over all
+class probabilities in ten bins, on unseen clients; sparsity is of the layer that is pruned or dropped."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the paper."""
+
+    name: str
+    """Of `MEASURES`."""
+    value: float
+    sd: float | None
+    """Over clients, where the paper gives it."""
+    mark: str
+    """Why the number is doubtful; empty if nothing is known against it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A row and a column of a table."""
+
+    table: str
+    row: str
+    column: str
+    figures: tuple[Figure, ...]
+    settings: Mapping[str, Any]
+    """Fields of the experiment and options of the method, all but the seed. A cell without a method needs no training:
+    its figure is a property of the partition."""
+
+    @property
+    def name(self) -> str:
+        """For messages: "T8 FedAvg 0.5"."""
+        return f"{self.table} {self.row} {self.column}"
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One table of the paper."""
+
+    name: str
+    title: str
+    place: str
+    figures: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What is doubtful about the table as a whole."""
+    doubts: Mapping[str, tuple[str, ...]]
+    """What is doubtful about a row, by its label."""
+    cells: tuple[Cell, ...]
+    """Column by column."""
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return tomllib.loads((resources.files(__package__) / "tables.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def tables() -> dict[str, Table]:
+    """Return all tables by name, T1 to T17.
+
+    >>> tables()["T8"].cells[0].figures[0]
+    Figure(name='test', value=80.73, sd=None, mark='')
+    """
+    shared = ("common", "data", "options", "doubts")
+    return {name: _table(name, values) for name, values in _content().items() if name not in shared}
+
+
+def get(name: str) -> Table:
+    """Return the table of a name, or say which there are."""
+    known = {table.lower(): table for table in tables()}
+    if str(name).lower() not in known:
+        raise TableError(f"the paper has no table {name!r}; choose from {', '.join(tables())}")
+    return tables()[known[str(name).lower()]]
+
+
+def cells(name: str, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> list[Cell]:
+    """Return the cells of a table, all or those of some rows and columns, named as the table names them."""
+    table = get(name)
+    wanted = [_known(table, "row", table.rows, rows), _known(table, "column", table.columns, columns)]
+    return [cell for cell in table.cells if cell.row in wanted[0] and cell.column in wanted[1]]
+
+
+def _known(table: Table, what: str, labels: Sequence[str], asked: Sequence[str] | None) -> Sequence[str]:
+    if asked is None:
+        return labels
+    spelled = {label.lower(): label for label in labels}
+    for word in asked:
+        if word.lower() not in spelled:
+            raise TableError(f"table {table.name} has no {what} {word!r}; {nearest(word, labels)}")
+    return [spelled[word.lower()] for word in asked]
+
+
+def _table(name: str, values: Mapping[str, Any]) -> Table:
+    marks = {(mark["row"], mark["column"], mark["figure"]): mark["reason"] for mark in values.get("marks", ())}
+
+    def figures(row: str, column: str, numbers: Sequence[Any]) -> Iterator[Figure]:
+        for figure, number in zip(values["figures"], numbers, strict=True):
+            value, sd = number if isinstance(number, list) else (number, None)
+            yield Figure(figure, value, sd, marks.get((row, column, figure), ""))
+
+    made = []
+    for index, column in enumerate(values["columns"]):
+        for row, groups in values["rows"].items():
+            numbers = groups[index]
+            settings = _trained(values, column, row) if values.get("trained", True) else _dealt(column, row)
+            made.append(
+                Cell(name, row, column["label"], tuple(figures(row, column["label"], numbers)), settings),
+            )
+    return Table(
+        name=name,
+        title=values["title"],
+        place=values["place"],
+        figures=tuple(values["figures"]),
+        rows=tuple(values["rows"]),
+        columns=tuple(column["label"] for column in values["columns"]),
+        notes=tuple(values.get("notes", ())),
+        doubts={row: _doubts(row) for row in values["rows"]},
+        cells=tuple(made),
+    )
+
+
+def _trained(values: Mapping[str, Any], column: Mapping[str, Any], row: str) -> dict[str, Any]:
+    """Settings of a run; a row's label is the method's name but for capitals."""
+    content, method = _content(), row.lower()
+    own = dict(values.get("settings", {})) | {key: value for key, value in column.items() if key != "label"}
+    known = methods.options_of(method)
+    options: dict[str, Any] = {}
+    for source in (content["options"], values.get("options", {})):
+        for part in ("all", *method.split("+")):
+            options |= {key: value for key, value in source.get(part, {}).items() if key in known}
+    return {"method": method, **content["common"], **content["data"][own["data"]], **own, **options}
+
+
+def _dealt(column: Mapping[str, Any], row: str) -> dict[str, Any]:
+    """Settings of a partition, where there is nothing to train."""
+    data = row.lower().replace("-", "")
+    who = {key: value for key, value in _content()["data"][data].items() if key in {"clients", "unseen"}}
+    return {"data": data, "partition": column["partition"], **who}
+
+
+def _doubts(row: str) -> tuple[str, ...]:
+    parts = set(row.lower().split("+"))
+    return tuple(text for key, text in _content()["doubts"].items() if set(key.split("+")) <= parts)
