@@ -21,6 +21,7 @@ from metavd.data.partition import (
     natural,
     parse,
     quantity,
+    sealed,
     shards,
 )
 from metavd.data.source import Source, arrays, digits
@@ -459,6 +460,55 @@ def test_natural_draws_unseen_owners_at_random():
     assert len(unseen) > 5
 
 
+@pytest.mark.parametrize("valid_rows", ["independent", "consistent", "uniform"])
+def test_validation_rows_are_dealt_as_test_rows(valid_rows):
+    """A tenth of every class is taken before anybody has a row, and reaches the clients by the rule of test rows.
+
+    Consistent rows follow a client's own mix of labels, as far as whole rows can; uniform and independent ones do not.
+    """
+    source = make(np.repeat(np.arange(10), 600), test=np.tile(np.arange(6) == 0, 1000))
+    asked = {"clients": 20, "unseen": 5, "seed": 3, "valid": 0.1, "valid_rows": valid_rows, "valid_clients": 5}
+    federation = federate(source, "dirichlet:0.5", **asked)
+    watched = [*range(20), *range(25, 30)]
+    assert sum(sizes(federation.valid)) == 500
+    assert sum(len(federation.valid[client]) for client in watched) == 500
+    assert np.bincount(source.y[np.concatenate(federation.valid)]).tolist() == [50] * 10
+    assert sum(sizes(federation.test[25:])) == 0
+    assert sum(sizes(federation.test)) == 1000
+    every = np.concatenate([*federation.train, *federation.valid, *federation.test])
+    assert len(np.unique(every)) == len(every) == 6000
+
+    def gap(client: int) -> float:
+        mixes = [np.bincount(source.y[part[client]], minlength=10) for part in (federation.train, federation.valid)]
+        return float(np.abs(mixes[0] / mixes[0].sum() - mixes[1] / mixes[1].sum()).sum() / 2)
+
+    gaps = [gap(client) for client in watched if len(federation.valid[client])]
+    assert (np.mean(gaps) < 0.15) == (valid_rows == "consistent")
+    if valid_rows == "uniform":
+        assert {len(federation.valid[client]) for client in watched} == {20}
+
+
+def test_validation_rows_leave_the_test_rows_alone():
+    """Who tests on what is the same with validation rows or without, where test rows are dealt evenly."""
+    source = make(np.repeat(np.arange(10), 600), test=np.tile(np.arange(6) == 0, 1000))
+    plain = federate(source, "iid", clients=10, unseen=2, test_rows="uniform", seed=3)
+    held = federate(source, "iid", clients=10, unseen=2, test_rows="uniform", seed=3, valid=0.1, valid_rows="uniform")
+    assert np.array_equal(np.sort(np.concatenate(plain.test)), np.sort(np.concatenate(held.test)))
+    assert sum(sizes(plain.train)) == sum(sizes(held.train)) + sum(sizes(held.valid))
+
+
+def test_sealed_holds_no_hidden_row():
+    """Nobody holds a test row or a row of an unseen client; every other row is held by whom it was."""
+    source = make(np.repeat(np.arange(5), 60))
+    whole = federate(source, "iid", clients=6, unseen=3, valid=0.2, valid_rows="uniform", valid_clients=2, seed=0)
+    shut = sealed(whole)
+    assert not any(map(len, shut.test))
+    assert (shut.num_clients, shut.num_unseen, shut.num_valid) == (6, 0, 2)
+    for new, old in enumerate([*range(6), 9, 10]):
+        np.testing.assert_array_equal(shut.train[new], whole.train[old])
+        np.testing.assert_array_equal(shut.valid[new], whole.valid[old])
+
+
 def test_valid_takes_its_share_and_leaves_one():
     """A participating client gives the nearest whole number of its rows, but never its last one."""
     federation = federate(make(np.tile([0, 1], 20)), "iid", clients=3, unseen=1, test_share=0.0, valid=0.2, seed=0)
@@ -491,6 +541,9 @@ def test_server_gets_the_floor_of_each_client():
         ({"valid": 1.0}, "valid is 1.0, but it must be a share, at least 0 and below 1"),
         ({"valid": float("nan")}, "valid is nan"),
         ({"valid": "0.1"}, "valid is 0.1"),
+        ({"valid": 0.1, "valid_rows": "unifrom"}, "valid_rows is 'unifrom', but it must be uniform"),
+        ({"valid_clients": 3}, "valid_clients is 3, but valid is 0"),
+        ({"valid": 0.1, "valid_clients": -1}, "valid_clients is -1, but it must be a whole number, at least 0"),
         ({"test_share": -0.1}, "test_share is -0.1"),
         ({"server_share": 2}, "server_share is 2"),
         ({"test_rows": "consistant"}, "test_rows is 'consistant', but it must be consistent"),

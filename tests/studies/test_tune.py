@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 from metavd import methods
-from metavd.core import rng
+from metavd.data import partition
+from metavd.data.partition import Federation, sealed
 from metavd.data.source import Source, arrays
-from metavd.runs.run import InterruptedRun, Setup, complete, data_of, deal, run
+from metavd.runs.run import InterruptedRun, Setup, data_of, run
 from metavd.runs.settings import Experiment, from_toml, with_settings
 from metavd.studies import tune as module
-from metavd.studies.tune import Dimension, Plan, TuneError, Unwatched, dimension, name_of, plan, sealed, tune
+from metavd.studies.tune import Dimension, Plan, TuneError, Unwatched, dimension, name_of, plan, tune
 
 pytest.importorskip("optuna")
 
@@ -173,11 +174,6 @@ def poisoned(source: Source, rows: np.ndarray) -> Source:
     return replace(source, x=x, y=y)
 
 
-def rows_of(source: Source, study: Plan, what: Callable[[Any], Sequence[np.ndarray]]) -> np.ndarray:
-    data = data_of(study.experiment, source)
-    return np.concatenate(what(deal(complete(study.experiment, data), data)))
-
-
 def values_of(study: Plan, source: Source) -> list[float]:
     """Return what a trial with a certain lr finds at each evaluation."""
     setup = module._ready(study, {"lr": 0.1}, study.experiment.seed, data_of(study.experiment, source))
@@ -193,22 +189,34 @@ SMALL = {
 }
 
 
+def hidden_rows(study: Plan, source: Source) -> np.ndarray:
+    """Return all test rows, and all rows of unseen clients, of the federation that a trial seals."""
+    dealt: list[Federation] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "sealed", lambda whole: dealt.append(whole) or sealed(whole))
+        module._ready(study, {"lr": 0.1}, study.experiment.seed, data_of(study.experiment, source))
+    (whole,) = dealt
+    unseen = slice(whole.num_clients, whole.num_clients + whole.num_unseen)
+    return np.concatenate([*whole.test, *whole.train[unseen], *whole.valid[unseen]])
+
+
 @pytest.mark.parametrize("by", ["rows", "clients"])
 @pytest.mark.parametrize("method", list(SMALL))
 def test_test_rows_and_unseen_clients_are_not_looked_at(source, method, by):
     """Poison in test rows and in all rows of unseen clients changes no bit of a trial; in validation rows it does."""
     study = plan(with_settings(replace(BASE, method=method, rounds=2, options={}), SMALL[method]), by=by)
-    hidden = rows_of(source, study, lambda f: [*f.test, *f.train[f.num_clients :], *f.valid[f.num_clients :]])
-    assert len(hidden) == 6 * 10 + 2 * 20
+    hidden = hidden_rows(study, source)
+    assert len(hidden) == (6 if by == "rows" else 5) * 10 + 2 * 20
     found = values_of(study, source)
     assert values_of(study, poisoned(source, hidden)) == found
-    assert values_of(study, poisoned(source, rows_of(source, study, lambda f: f.valid))) != found
+    setup = module._ready(study, {}, study.experiment.seed, data_of(study.experiment, source))
+    assert values_of(study, poisoned(source, np.concatenate(setup.pool.federation.valid))) != found
 
 
 def test_a_whole_study_does_not_look_at_hidden_rows(source, tmp_path):
     """All trials of a study with poisoned test rows and unseen clients are those of one without, bit by bit."""
     study = asked()
-    hidden = rows_of(source, study, lambda f: [*f.test, *f.train[f.num_clients :]])
+    hidden = hidden_rows(study, source)
     found = [
         trials(tune(study, out=tmp_path / name, trials=4, source=given))
         for name, given in (("a", source), ("b", poisoned(source, hidden)))
@@ -217,63 +225,28 @@ def test_a_whole_study_does_not_look_at_hidden_rows(source, tmp_path):
 
 
 def test_validation_clients_do_not_train(source):
-    """Held-out clients' training rows serve their own personalisation alone, of which fedavg has none.
+    """Validation clients' training rows serve their own personalisation alone, of which fedavg has none.
 
-    The rows of all others are trained on, those that would be validation rows included.
+    What is judged are their validation rows, and not those of the clients who train.
     """
     study = asked(by="clients", valid=0.5)
-    held = rng.permutation(rng.fold(rng.key(0), 7), 4)[:2].tolist()
-    kept = [client for client in range(4) if client not in held]
     found = values_of(study, source)
-    for what, matters in (
-        (lambda f: [f.train[client] for client in held], False),
-        (lambda f: [f.valid[client] for client in held], True),
-        (lambda f: [f.train[client] for client in kept], True),
-        (lambda f: [f.valid[client] for client in kept], True),
-    ):
-        assert (values_of(study, poisoned(source, rows_of(source, study, what))) != found) is matters
+    held = module._ready(study, {}, study.experiment.seed, data_of(study.experiment, source)).pool.federation
+    assert (held.num_clients, held.num_unseen, held.num_valid) == (2, 0, 2)
+    for rows, matters in (
+        (held.train[2:], False), (held.valid[2:], True), (held.train[:2], True), (held.valid[:2], False),
+    ):  # fmt: skip
+        assert (values_of(study, poisoned(source, np.concatenate(rows))) != found) is matters
 
 
 def test_a_newcomer_has_no_row_at_the_server(source):
     """The server of a study by clients is built for those who train: per-client tables have that many rows."""
     study = asked(method="reptile+ensemblevd", by="clients")
     setup = module._ready(study, {}, 0, data_of(study.experiment, source))
-    assert (setup.pool.federation.num_clients, setup.pool.federation.num_unseen) == (3, 1)
+    assert (setup.pool.federation.num_clients, setup.pool.federation.num_valid) == (3, 1)
     tables = [v for k, v in module.start(setup).params.items() if k.startswith("server.client.")]
     assert tables
     assert all(len(table) == 3 for table in tables)
-
-
-def test_servers_own_rows_are_those_of_a_run_or_refused():
-    """FedBE's server has the very rows that it has in a run, also by clients; where it would not, that is said."""
-    draw = np.random.RandomState(0)
-    sources = [arrays(draw.randint(0, 255, (90, 2, 2)).astype(np.uint8), np.arange(90) % 3, name=n) for n in "ab"]
-    settings = {"server_share": 0.2, "teachers": 2, "distill_steps": 4, "partition": "iid", "clients": 5, "unseen": 3}
-    for domains, refused in (("mixed", False), ("separate", True)):
-        study = plan(with_settings(replace(BASE, method="fedbe"), {**settings, "domains": domains}), by="clients")
-        data = data_of(study.experiment, sources)
-        if refused:
-            with pytest.raises(TuneError, match="use --by rows"):
-                module._ready(study, {}, 0, data)
-        else:
-            used = module._ready(study, {}, 0, data).pool.federation.server
-            np.testing.assert_array_equal(used, deal(complete(study.experiment, data), data).server)
-
-
-@pytest.mark.parametrize("held", [(), (0, 2)])
-def test_sealed_holds_no_hidden_row(source, held):
-    """Nobody holds a test row or a row of an unseen client; every other row is held by whom it was, once."""
-    data = data_of(BASE, source)
-    whole = deal(complete(BASE, data), data)
-    shut = sealed(whole, held)
-    assert not any(map(len, shut.test))
-    assert (shut.num_clients, shut.num_unseen) == (4 - len(held), len(held))
-    order = [*(client for client in range(4) if client not in held), *held]
-    for new, old in enumerate(order):
-        both = [np.sort(np.concatenate([f.train[c], f.valid[c]])) for f, c in ((shut, new), (whole, old))]
-        np.testing.assert_array_equal(*both)
-        assert not set(shut.train[new]) & set(shut.valid[new])
-        assert (len(shut.valid[new]) > 0) == (not held or old in held)
 
 
 def test_seeds_are_averaged(source):

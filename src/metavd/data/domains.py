@@ -96,6 +96,7 @@ def federate_domains(
     *,
     clients: int,
     unseen: int = 0,
+    valid_clients: int = 0,
     kind: str = "mixed",
     size: int = 0,
     channels: int = 0,
@@ -109,14 +110,21 @@ def federate_domains(
     """
     count = len(sources)
     if kind == "mixed":
-        takes = [(clients, unseen)] * count
+        takes = [(clients, unseen, valid_clients)] * count
     else:
-        takes = list(zip(_shares(clients, count), _shares(unseen, count), strict=True))
+        takes = list(zip(*(_shares(each, count) for each in (clients, unseen, valid_clients)), strict=True))
         if min(take[0] for take in takes) < 1:
             raise PartitionError(f"{clients} clients cannot be divided among {count} datasets; use at least {count}")
     parts = [
-        federate(source, "natural" if source.client is not None else partition, clients=own, unseen=new, **settings)
-        for source, (own, new) in zip(sources, takes, strict=True)
+        federate(
+            source,
+            "natural" if source.client is not None else partition,
+            clients=own,
+            unseen=new,
+            valid_clients=watched,
+            **settings,
+        )
+        for source, (own, new, watched) in zip(sources, takes, strict=True)
     ]
     starts = np.cumsum([0, *(len(source.y) for source in sources)])
 
@@ -124,8 +132,9 @@ def federate_domains(
         held = [[block + start for block in getattr(part, split)] for part, start in zip(parts, starts, strict=False)]
         if kind == "mixed":
             return tuple(np.concatenate(blocks) for blocks in zip(*held, strict=True))
-        known = [block for part, blocks in zip(parts, held, strict=True) for block in blocks[: part.num_clients]]
-        return (*known, *(b for part, blocks in zip(parts, held, strict=True) for b in blocks[part.num_clients :]))
+        ends = [(0, own, own + new, own + new + watched) for own, new, watched in takes]
+        groups = [[blocks[end[i] : end[i + 1]] for blocks, end in zip(held, ends, strict=True)] for i in range(3)]
+        return tuple(block for group in groups for blocks in group for block in blocks)
 
     return Federation(
         source=merge(sources, size, channels),
@@ -134,5 +143,6 @@ def federate_domains(
         test=rows("test"),
         num_clients=clients,
         num_unseen=unseen,
+        num_valid=valid_clients,
         server=np.concatenate([part.server + start for part, start in zip(parts, starts, strict=False)]),
     )

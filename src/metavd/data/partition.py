@@ -16,7 +16,7 @@ import difflib
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ Partitioner = Callable[[np.ndarray, int, np.random.RandomState, np.ndarray | Non
 
 TEST_ROWS = ("independent", "consistent", "uniform")
 """How official test rows reach the clients; see `federate`."""
+OWN = "own"
+VALID_ROWS = (OWN, *TEST_ROWS)
+"""How validation rows reach the clients: out of each client's own train rows, or as test rows do."""
 
 MAX_TRIES = 1000
 _PERMUTE_ABOVE = 400
@@ -49,11 +52,13 @@ class Federation:
     valid: tuple[np.ndarray, ...]
     """C arrays; an unseen client's is empty, because nothing may be chosen by looking at it."""
     test: tuple[np.ndarray, ...]
-    """C arrays, some perhaps empty."""
+    """C arrays, some perhaps empty; a validation client's is."""
     num_clients: int
     num_unseen: int
     server: np.ndarray
     """Rows whose images, without labels, the server may use."""
+    num_valid: int = 0
+    """Validation clients, the last ones: they never train, and choices about unseen clients are made on them."""
 
 
 def dirichlet(alpha: float, *, least: int = 1) -> Partitioner:
@@ -229,6 +234,8 @@ def federate(
     unseen: int = 0,
     test_rows: str = "independent",
     valid: float = 0.0,
+    valid_rows: str = OWN,
+    valid_clients: int = 0,
     test_share: float = 0.2,
     server_share: float = 0.0,
     seed: int,
@@ -244,7 +251,11 @@ def federate(
             that a client's test labels say nothing about its train labels. "consistent": each class in proportion to
             the clients' train rows of it. "uniform": evenly. A natural partition knows whose each row is and ignores
             this.
-        valid: share of a participating client's train rows that are held out for choosing.
+        valid: share of the train rows that are held out for choosing.
+        valid_rows: where those go. "own": each participating client keeps its share of its own train rows. Otherwise
+            they are taken from every class before any client has a row, and reach the clients as test rows do under
+            that name. A natural partition knows "own" alone.
+        valid_clients: how many clients more are never trained with and hold validation rows in place of test rows.
         test_share: share of test rows where the source names none, of every class (of every client if natural).
         server_share: share of every client's train rows that the server gets without labels, rounded down a client.
         seed: everything random depends on it; 777 is the paper's.
@@ -262,28 +273,56 @@ def federate(
         raise PartitionError(f"test_rows is {test_rows!r}, but it must be {' or '.join(close)}.")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise PartitionError(f"seed is {seed}, but it must be a whole number from 0 to 2^32 - 1.")
-    num = clients + unseen
-    rng = np.random.RandomState(seed)
+    _check_valid(partition, valid, valid_rows, valid_clients)
+    tested = clients + unseen
+    num = tested + valid_clients
+    rng, stream = np.random.RandomState(seed), _stream(seed, _VALID)
+    none = np.empty(0, np.int64)
+    held = none
     if partition == "natural":
         train, test = _deal_natural(source, num, test_share, rng)
     else:
         flags = source.test
         if flags is None:
             flags = _stratified(source.y, test_share, _stream(seed, _SPLIT))
-        train = _deal(parse(partition), source.y, np.flatnonzero(~flags), num, rng)
-        test = _deal_test(source.y, np.flatnonzero(flags), train, rng, partition=partition, test_rows=test_rows)
+        rows = np.flatnonzero(~flags)
+        if valid and valid_rows != OWN:
+            apart = _stratified(source.y[rows], valid, stream)
+            rows, held = rows[~apart], rows[apart]
+        train = _deal(parse(partition), source.y, rows, num, rng)
+        test = _deal_test(
+            source.y, np.flatnonzero(flags), train[:tested], rng, partition=partition, test_rows=test_rows
+        )
+    test = [*test[:tested], *[none] * valid_clients]
     train, server = _donate(train, server_share, _stream(seed, _SERVER))
-    stream = _stream(seed, _VALID)
-    kept = [_hold_out(rows, valid if client < clients else 0.0, stream) for client, rows in enumerate(train)]
+    watched = [*range(clients), *range(tested, num)]
+    valids = [none] * num
+    if valid_rows == OWN:
+        for client in watched:
+            train[client], valids[client] = _hold_out(train[client], valid, stream)
+    elif len(held):
+        parts = _deal_test(
+            source.y, held, [train[client] for client in watched], stream, partition=partition, test_rows=valid_rows
+        )
+        for client, part in zip(watched, parts, strict=True):
+            valids[client] = part
     return Federation(
         source=source,
-        train=tuple(rows for rows, _ in kept),
-        valid=tuple(rows for _, rows in kept),
+        train=tuple(train),
+        valid=tuple(valids),
         test=tuple(test),
         num_clients=clients,
         num_unseen=unseen,
         server=server,
+        num_valid=valid_clients,
     )
+
+
+def sealed(federation: Federation) -> Federation:
+    """Return the federation without test rows and unseen clients; nobody in it holds the number of such a row."""
+    known, tested = federation.num_clients, federation.num_clients + federation.num_unseen
+    train, valid = (split[:known] + split[tested:] for split in (federation.train, federation.valid))
+    return replace(federation, train=train, valid=valid, test=(np.empty(0, np.int64),) * len(train), num_unseen=0)
 
 
 def describe(federation: Federation) -> dict[str, Any]:
@@ -536,6 +575,19 @@ def _check_range(partition: str, name: str, value: float, *, low: float, high: f
 def _check_count(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise PartitionError(f"{name} is {value}, but it must be a whole number, at least {low}.")
+
+
+def _check_valid(partition: str, valid: float, valid_rows: str, valid_clients: int) -> None:
+    if valid_rows not in VALID_ROWS:
+        close = difflib.get_close_matches(str(valid_rows), VALID_ROWS, n=1) or VALID_ROWS
+        raise PartitionError(f"valid_rows is {valid_rows!r}, but it must be {' or '.join(close)}.")
+    _check_count("valid_clients", valid_clients, 0)
+    if valid_clients and not valid:
+        raise PartitionError(
+            f"valid_clients is {valid_clients}, but valid is 0; say which share they hold, such as 0.1."
+        )
+    if valid and valid_rows != OWN and partition == "natural":
+        raise PartitionError(f"valid_rows is {valid_rows!r}, but a natural partition knows whose each row is; use own.")
 
 
 def _check_enough(what: str, rows: int, num: int, least: int) -> None:

@@ -19,11 +19,11 @@ from .. import methods, wire
 from ..core import rng
 from ..core.model import cnn, from_module, mlp, small_cnn, xavier
 from ..core.types import Algorithm, Model, NonFiniteError, ServerState
-from ..data import collection
+from ..data import collection, partition
 from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities
 from ..data.collection import Collection
 from ..data.formats.cache import Note, log
-from ..data.partition import Federation
+from ..data.partition import OWN, Federation
 from ..data.source import Source
 from ..engine.backend import Backend, loop, reentrant, threads, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
@@ -143,7 +143,8 @@ def deal(e: Experiment, data: Collection) -> Federation:
     """Return who holds which row in a complete experiment."""
     return collection.deal(
         data, kind=e.domains, image_size=e.image_size, channels=e.channels, partition=e.partition,
-        clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid, test_share=e.test_share,
+        clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
+        valid_rows=e.valid_rows or OWN, valid_clients=e.valid_clients, test_share=e.test_share,
         server_share=float(e.options.get("server_share", 0.0)), seed=e.seed,
     )  # fmt: skip
 
@@ -171,11 +172,20 @@ _TOGETHER = 256
 """Clients that are evaluated at once under vmap, where the memory holds them."""
 
 
-def prepare(experiment: Experiment, source: Data | None = None, module: nn.Module | Model | None = None) -> Setup:
-    """Complete an experiment and build all its parts; wrong input is found here, before anything is written."""
+def prepare(
+    experiment: Experiment,
+    source: Data | None = None,
+    module: nn.Module | Model | None = None,
+    *,
+    sealed: bool = False,
+) -> Setup:
+    """Complete an experiment and build all its parts; wrong input is found here, before anything is written.
+
+    With `sealed` nobody holds the number of a test row, and there is no unseen client: nothing can be chosen by them.
+    """
     data = data_of(experiment, source)
     e = complete(experiment, data, module)
-    federation = deal(e, data)
+    federation = partition.sealed(deal(e, data)) if sealed else deal(e, data)
     if e.patience and not any(map(len, federation.valid)):
         raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
     model = model_for(e, federation.source, module)
@@ -257,6 +267,8 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         held = _held(setup, state, known)
         summary["valid"] = summarize(held, released=released)
         summary["tempered"] = summarize(tempered(parts[0], held), released=released)
+        if federation.num_valid:
+            summary["valid_unseen"] = summarize(_held(setup, state, validation_clients(federation)), released=released)
     if federation.source.domains:
         summary["domains"] = {
             domain.name: {
@@ -266,6 +278,11 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
             for domain in federation.source.domains
         }
     return Evaluation(results, summary)
+
+
+def validation_clients(federation: Federation) -> range:
+    """Return the clients that are only ever validated on: the last ones."""
+    return range(len(federation.train) - federation.num_valid, len(federation.train))
 
 
 def evaluate_valid(setup: Setup, state: ServerState, clients: Sequence[int] | None = None) -> dict[str, Any]:

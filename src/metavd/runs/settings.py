@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..ops import fused
 from ..core import rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
+from ..ops import fused
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
@@ -49,6 +49,8 @@ class Experiment:
     rounds: int = 0
     seed: int = 0
     valid: float = 0.0
+    valid_rows: str = ""
+    valid_clients: int = 0
     patience: int = 0
     test_share: float = 0.2
     model: str = "auto"
@@ -65,6 +67,8 @@ class Experiment:
 
 
 _OPEN = Experiment()
+_LATER = frozenset({"valid_rows", "valid_clients"})
+"""Fields that came later: a run that does not use them keeps the name that it had before."""
 
 HELP = {
     "method": "base[+regulariser][+option]; metavd methods lists all",
@@ -82,7 +86,10 @@ HELP = {
     "lost": "probability that the answer of an asked client does not arrive; likewise",
     "rounds": "communication rounds",
     "seed": "of everything random",
-    "valid": "share of each participating client's training rows kept for validation",
+    "valid": "share of the training rows kept for validation",
+    "valid_rows": "how those are dealt: own (of each client's own rows), independent, consistent, uniform; "
+    "empty: as test_rows",
+    "valid_clients": "clients that are only ever validated on, for choices about unseen ones",
     "patience": "evaluations without a better validation NLL before training stops; 0: never; the best state is used",
     "test_share": "share of rows for testing where the dataset has no split of its own",
     "model": f"network: {', '.join(MODELS)}",
@@ -98,6 +105,7 @@ HELP = {
 }
 _CHOICES = {
     "test_rows": partition.TEST_ROWS,
+    "valid_rows": ("", *partition.VALID_ROWS),
     "domains": DOMAINS,
     "model": MODELS,
     "backend": ("auto", "loop", "threads", "vmap"),
@@ -105,7 +113,8 @@ _CHOICES = {
     "dtype": ("float32", "float64"),
 }
 _RANGES: dict[str, tuple[float, float]] = {
-    "clients": (1, 10**7), "unseen": (0, 10**7), "cohort": (1, 10**7), "image_size": (0, 4096), "channels": (0, 4),
+    "clients": (1, 10**7), "unseen": (0, 10**7), "valid_clients": (0, 10**7), "cohort": (1, 10**7),
+    "image_size": (0, 4096), "channels": (0, 4),
     "patience": (0, 10**6), "rounds": (1, 10**7), "seed": (0, 2**32 - 1),
     "valid": (0.0, 0.9), "test_share": (0.0, 0.9), "width": (0, 4096), "eval_every": (1, 10**7),
     "checkpoint_every": (1, 10**7), "chunk": (0, 10**6),
@@ -200,6 +209,8 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
     if values["precision"] == "auto":
         short = values["device"] != "cpu" and values["dtype"] == "float32"
         values["precision"] = fused.BF16 if short else fused.EXACT
+    if values["valid"] and not values["valid_rows"]:
+        values["valid_rows"] = partition.OWN if values["partition"] == "natural" else values["test_rows"]
     preset = {key: value for key, value in defaults.items() if key in known and key not in _GENERIC}
     values["options"] = methods.resolve(experiment.method, preset | dict(experiment.options))
     checked = {key: value if key == "options" else _typed(key, value) for key, value in values.items()}
@@ -236,6 +247,7 @@ def spec_hash(experiment: Experiment) -> str:
     """Return 12 hex digits that name what is computed, whatever it is computed on and however often it is looked at."""
     when = {"eval_every"} if experiment.patience else set()  # the only run that looks at what it sees on the way
     what = {key: value for key, value in content(experiment).items() if key not in RUNTIME - when}
+    what = {key: value for key, value in what.items() if key not in _LATER or value != getattr(_OPEN, key)}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 

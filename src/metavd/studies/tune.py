@@ -2,8 +2,8 @@
 
     plan -> claim a trial -> curve (train, look at validation rows) -> tell -> trials.json, best.toml
 
-A trial is trained with validation rows held out and scored on those alone. Before training, `sealed` takes test rows
-and unseen clients out of the federation, so that nobody holds the number of such a row; nothing here asks for them.
+A trial is trained with validation rows held out and scored on those alone. Before training, `partition.sealed` takes
+test rows and unseen clients out of the federation, so that nobody holds the number of such a row.
 
 A study is a folder:
 
@@ -40,11 +40,10 @@ import numpy as np
 import torch
 
 from .. import methods
-from ..core import rng
 from ..core.types import NonFiniteError, ServerState
 from ..data.cohort import ParticipationError
 from ..data.collection import Collection
-from ..data.partition import Federation, PartitionError
+from ..data.partition import PartitionError
 from ..engine.checkpoint import write_atomic
 from ..runs.run import (
     Data,
@@ -52,12 +51,12 @@ from ..runs.run import (
     Setup,
     complete,
     data_of,
-    deal,
     evaluate_valid,
     prepare,
     rounds_of,
     start,
     using,
+    validation_clients,
 )
 from ..runs.settings import RUNTIME, Experiment, SpecError, content, nearest, to_toml, with_settings
 from .side import jobs_for, sharing
@@ -77,8 +76,6 @@ FIELDS = ("cohort", "model", "width")
 
 _NOT_SEARCHED = frozenset({"server_share"})
 """Options that decide who holds which row."""
-_HELD = 7
-"""Tag of the key that draws validation clients, beside those of `data.cohort`."""
 _NAME = "metavd"
 _CLAIM = 1 << 40
 _TRIES = 5
@@ -294,58 +291,24 @@ def _about(plan: Plan, resolved: Experiment) -> dict[str, Any]:
 # --- what a trial scores ---------------------------------------------------------------------------------------------
 
 
-def sealed(federation: Federation, held: Sequence[int] = ()) -> Federation:
-    """Return the federation without test rows and unseen clients; nobody in it holds the number of such a row.
-
-    `held` are participating clients to be taken out of training. They come last, as unseen ones, and keep their
-    validation rows; the others, who then need none, train on all they have.
-    """
-    known = [client for client in range(federation.num_clients) if client not in set(held)]
-    train, valid = list(federation.train), list(federation.valid)
-    if held:
-        for client in known:
-            train[client], valid[client] = np.concatenate([train[client], valid[client]]), valid[client][:0]
-    order = [*known, *held]
-    return replace(
-        federation,
-        train=tuple(train[client] for client in order),
-        valid=tuple(valid[client] for client in order),
-        test=(np.empty(0, np.int64),) * len(order),
-        num_clients=len(known),
-        num_unseen=len(held),
-    )
-
-
-def _validation_clients(e: Experiment) -> list[int]:
-    """Draw the share `valid` of the participating clients, at least one, by the seed."""
-    if e.clients < 2:
-        raise TuneError(f"clients is {e.clients}, but to validate by clients takes at least 2; use --by rows")
-    count = min(max(1, round(e.valid * e.clients)), e.clients - 1)
-    order = rng.permutation(rng.fold(rng.key(e.seed), _HELD), e.clients)
-    return sorted(order[:count].tolist())
-
-
 def _ready(plan: Plan, values: Mapping[str, Any], seed: int, data: Collection) -> Setup:
-    """Build one seed of a trial, sealed."""
+    """Build one seed of a trial, sealed; by clients, the share `valid` of them, at least one, does not train."""
     e = with_settings(plan.experiment, {**values, "seed": seed})
-    if plan.by == "rows":
-        setup = prepare(e, data)
-        return replace(setup, pool=setup.pool._replace(federation=sealed(setup.pool.federation)))
-    e = complete(e, data)
-    held = _validation_clients(e)
-    left = e.clients - len(held)
-    # The server is built for those who train, so that it has no row for a newcomer. Rows are dealt as in a run.
-    fewer = replace(e, clients=left, unseen=int(e.unseen) + len(held), cohort=min(int(e.cohort), left), valid=0.0)
-    setup, dealt = prepare(fewer, data), deal(e, data)
-    if not np.array_equal(setup.pool.federation.server, dealt.server):
-        raise TuneError("server_share with domains=separate cannot be validated by clients; use --by rows")
-    return replace(setup, pool=setup.pool._replace(federation=sealed(dealt, held)))
+    if plan.by == "clients" and not e.valid_clients:
+        e = complete(e, data)
+        if e.clients < 2:
+            raise TuneError(f"clients is {e.clients}, but to validate by clients takes at least 2; use --by rows")
+        apart = min(max(1, round(e.valid * e.clients)), e.clients - 1)
+        left = e.clients - apart
+        e = replace(e, clients=left, cohort=min(int(e.cohort), left), valid_clients=apart)
+    return prepare(e, data, sealed=True)
 
 
 def _score(plan: Plan, setup: Setup, state: ServerState) -> float:
     """Return the metric on validation rows at a state of the server."""
-    known, new = setup.pool.federation.num_clients, setup.pool.federation.num_unseen
-    value = evaluate_valid(setup, state, None if plan.by == "rows" else range(known, known + new))[plan.metric]
+    federation = setup.pool.federation
+    who = None if plan.by == "rows" else validation_clients(federation)
+    value = evaluate_valid(setup, state, who)[plan.metric]
     if value is None:
         raise TuneError(f"valid is {plan.experiment.valid}, but leaves nobody a validation row to judge by; raise it")
     return float(value)
