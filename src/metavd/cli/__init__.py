@@ -29,6 +29,7 @@ from .bench import bench_command
 from .catalogue import datasets_command, methods_command
 from .data import data_group
 from .federate import federate_group
+from .halving import tune_all_command
 from .paper import paper_command
 from .report import report_command
 from .terminal import Reporter
@@ -66,7 +67,7 @@ def cli(context: click.Context) -> None:
     metavd run                          train reptile+metavd on the embedded digits, beside fedavg
     metavd run maml+metavd --rounds 50  train one method
     metavd compare fedavg reptile       several methods and seeds, one table
-    metavd tune reptile+metavd          search options on validation rows
+    metavd tune reptile+metavd          search options on validation rows; tune-all: several methods alike
     metavd methods, metavd datasets     what can be trained, and on what
     metavd data show --data cifar10     who would hold what
     metavd show DIR                     a finished run again
@@ -82,7 +83,7 @@ def cli(context: click.Context) -> None:
 
 for command in (
     run_command, compare_command, show_command, methods_command, datasets_command, data_group, tune_command,
-    personalize_command, predict_command, export_command, report_command, paper_command,
+    tune_all_command, personalize_command, predict_command, export_command, report_command, paper_command,
     federate_group,
     bench_command,
 ):  # fmt: skip

@@ -153,7 +153,7 @@ def tune_command(
     """
     names, more = words(given_words)
     fixed = [*pairs, *more]
-    search = _search(searched, fixed)
+    search = searched_of(searched, fixed)
     settings = settings_of(config, fixed, given)
     if len(names) > 1 or not (names or "method" in settings):
         raise TuneError(
@@ -171,7 +171,7 @@ def tune_command(
     click.echo(f"\nFiles: {folder}/trials.json, importance.json, study.db\nmetavd run --config {folder / 'best.toml'}")
 
 
-def _search(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]:
+def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]:
     """Read --search; a setting that is also fixed is refused, rather than one of the two dropped in silence."""
     result: dict[str, str] = {}
     set_ = {pair.partition("=")[0].strip().replace("-", "_") for pair in fixed}

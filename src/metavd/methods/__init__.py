@@ -188,7 +188,14 @@ HYPER = (
     Option("fit_lr", 0.1, "its rate", 0),
 )
 DROPOUT = (
-    Option("rate", 0.2, "fixed Gaussian dropout rate on the inputs of the layers", 0.001, 0.999),
+    Option(
+        "rate",
+        0.2,
+        "fixed Gaussian dropout rate on the inputs of the layers",
+        0.001,
+        0.999,
+        search=(0.05, 0.1, 0.15, 0.2, 0.3),
+    ),
     Option("layers", "auto", "layers with dropout on their inputs, with commas; auto: all linear ones"),
 )
 SNIP = (
@@ -202,7 +209,7 @@ DP = (
     Option("dropped", "absent", "dropped weights are absent everywhere, or zeros that regrow, as released",
            choices=("absent", "released")),
 )  # fmt: skip
-FEDPROX = (Option("mu", 0.1, "weight of the proximal term", 0),)
+FEDPROX = (Option("mu", 0.1, "weight of the proximal term", 0, search=(0.001, 0.01, 0.1, 1.0)),)
 PERFEDAVG = (
     Option("product", "exact", "Hessian-vector product", choices=("exact", "difference", "released")),
     Option("delta", 1e-4, "step of the finite difference", 1e-12),

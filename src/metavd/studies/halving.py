@@ -1,0 +1,222 @@
+"""Tune many methods on equal terms: the same trials, rounds and seeds for each, by successive halving.
+
+    trials -> rung 1: train all a little -> keep the best third -> rung 2 -> ... -> the last rung's best is chosen
+
+Every method gets the same number of trials, spread evenly over its own space by a scrambled Sobol sequence, and the
+same rounds. A trial is scored on validation rows alone: the mean of the accuracies of clients that train and of clients
+that are only ever validated on (`valid_clients`), averaged over the last few evaluations of a rung. Its federation is
+sealed, so that nobody holds the number of a test row or of an unseen client's row. A run's options know its full number
+of rounds from the start, so that a trial that is stopped at a rung goes on as if it had never been stopped.
+
+Each rung of each trial is one line of a store, written as it ends; what is in the store is not computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import qmc
+
+from .. import methods
+from ..core.types import NonFiniteError
+from ..engine.checkpoint import load_checkpoint, save_checkpoint
+from ..runs.provenance import provenance
+from ..runs.run import Setup, data_of, evaluate_valid, prepare, rounds_of, start, using, validation_clients
+from ..runs.settings import Experiment, resolve, spec_hash, with_settings
+from .side import side_by_side
+from .tune import Dimension, TuneError, dimension
+
+FIGURES = ("accuracy", "nll", "ece_top1")
+_GAP = 10
+"""Rounds between the evaluations that a rung's score is the mean of."""
+_LOOKS = 3
+
+
+@dataclass(frozen=True)
+class Halving:
+    """How trials are thinned out."""
+
+    trials: int = 12
+    rungs: tuple[int, ...] = (100, 300, 1000)
+    """Rounds after which trials are compared; the last is what they are tuned for."""
+    keep: int = 3
+    """One in so many goes on, at least two."""
+
+    def survivors(self, rung: int) -> int:
+        """Return how many trials take part in a rung.
+
+        >>> [Halving().survivors(rung) for rung in range(3)]
+        [12, 4, 2]
+        """
+        count = self.trials
+        for _ in range(rung):
+            count = max(2, math.ceil(count / self.keep))
+        return min(count, self.trials)
+
+
+def space(experiment: Experiment, search: Mapping[str, str]) -> tuple[Dimension, ...]:
+    """Return what is searched for a method: its own space, changed or added to where it has such an option."""
+    known = methods.options_of(experiment.method)
+    found = {
+        option.name: Dimension(option.name, option.search)
+        for option in known.values()
+        if option.search and option.name not in experiment.options
+    }
+    found |= {name: dimension(experiment, name, text) for name, text in search.items() if name in known}
+    if not found:
+        raise TuneError(f"{experiment.method} has nothing to search; name a setting with --search")
+    return tuple(found.values())
+
+
+def points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
+    """Spread trials evenly over a space; the first is the method's own defaults, where nothing is set.
+
+    >>> [sorted(point) for point in points((Dimension("lr", (), 0.001, 0.1, True),), 3, seed=0)]
+    [[], ['lr'], ['lr']]
+    """
+    sobol = qmc.Sobol(len(dimensions), scramble=True, seed=seed)
+    draws = sobol.random_base2(max(1, math.ceil(math.log2(count))))[: count - 1]
+    return [{}, *({one.name: _at(one, float(x)) for one, x in zip(dimensions, draw, strict=True)} for draw in draws)]
+
+
+def _at(one: Dimension, x: float) -> Any:
+    """Return the value at a place x in [0, 1) of a dimension."""
+    if one.values:
+        return one.values[min(int(x * len(one.values)), len(one.values) - 1)]
+    low, high = (math.log(one.low), math.log(one.high)) if one.log else (one.low, one.high)
+    value = low + x * (high - low)
+    value = math.exp(value) if one.log else value
+    return round(value) if isinstance(one.low, int) else float(f"{value:.3g}")
+
+
+Line = dict[str, Any]
+"""A rung of a trial: what it is, what it scored, where it was made."""
+
+
+def name_of(line: Mapping[str, Any]) -> str:
+    """Return what tells one line of a store from all others."""
+    return json.dumps([line[key] for key in ("study", "method", "trial", "round", "seed")])
+
+
+def study_of(experiment: Experiment) -> str:
+    """Name what methods are tuned for: the data, how they are dealt, and how they are judged.
+
+    >>> study_of(Experiment(data="digits"))
+    'digits dirichlet:0.5 consistent'
+    """
+    e = resolve(experiment)
+    return f"{e.data} {e.partition} {e.test_rows}"
+
+
+def stretch(experiment: Experiment, about: Line, first: int, scratch: str) -> Line:
+    """Train a trial from one rung to the next, and score it; the state is kept for the rung after that."""
+    began = time.monotonic()
+    folder = Path(scratch) / f"{spec_hash(experiment)}-{experiment.seed}"
+    line = about | {"seconds": 0.0, **provenance(experiment.device)}
+    try:
+        setup = prepare(experiment, data_of(experiment), sealed=True)
+        with using(setup):
+            looks = _looks(setup, first, about["round"], folder)
+    except NonFiniteError as error:
+        return line | {"score": None, "reason": str(error), "seconds": round(time.monotonic() - began, 1)}
+    mean = {
+        part: {name: sum(look[part][name] for look in looks) / len(looks) for name in FIGURES}
+        for part in ("valid", "valid_unseen")
+    }
+    score = sum(mean[part]["accuracy"] for part in mean) / len(mean)
+    return line | {"spec": spec_hash(setup.experiment), **mean, "score": score,
+                   "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+
+
+def _looks(setup: Setup, first: int, last: int, folder: Path) -> list[dict[str, Any]]:
+    """Train up to a round; return the figures of validation rows at the last few evaluations."""
+    state = start(setup)
+    if first:
+        found = load_checkpoint(folder, setup.experiment.device, round=first)
+        if found is None:  # another machine: train anew, to the same bits
+            first = 0
+        else:
+            state = found[0]
+    wanted = {last - _GAP * look for look in range(_LOOKS)}  # those before `first` are none of this rung's
+    looks = []
+    for state, record in rounds_of(setup, state):  # noqa: B020
+        if record.round in wanted:
+            apart = validation_clients(setup.pool.federation)
+            looks.append({"valid": evaluate_valid(setup, state), "valid_unseen": evaluate_valid(setup, state, apart)})
+        if record.round == last:
+            break
+    save_checkpoint(folder, state, {})
+    return looks
+
+
+def read(store: Path) -> dict[str, Line]:
+    """Return the lines of a store by their names."""
+    lines = map(json.loads, store.read_text().splitlines() if store.exists() else [])
+    return {name_of(line): line for line in lines}
+
+
+def best(lines: Iterable[Line], count: int) -> list[int]:
+    """Return the numbers of the trials with the highest scores; one that diverged has none."""
+    scored = [line for line in lines if line["score"] is not None]
+    return [line["trial"] for line in sorted(scored, key=lambda line: (-line["score"], line["trial"]))[:count]]
+
+
+def search(
+    experiments: Sequence[Experiment],
+    halving: Halving,
+    *,
+    store: Path,
+    scratch: Path,
+    jobs: int = 1,
+    searched: Mapping[str, str] | None = None,
+) -> Iterator[Line]:
+    """Tune methods on equal terms; yield each rung of each trial as it ends.
+
+    Args:
+        experiments: one for each method, all else alike, with `valid` and `valid_clients`.
+        halving: how many trials, and how they are thinned out.
+        store: file of finished rungs; what it holds is not computed again.
+        scratch: folder for the states of trials between rungs.
+        jobs: processes side by side.
+        searched: spaces, as text, that change or add to the methods' own.
+    """
+    done = read(store)
+    for rung, last in enumerate(halving.rungs):
+        tasks = []
+        for e in (replace(each, rounds=halving.rungs[-1]) for each in experiments):
+            given = points(space(e, searched or {}), halving.trials, e.seed)
+            first = halving.rungs[rung - 1] if rung else 0
+            numbers: Iterable[int] = range(halving.trials)
+            if rung:
+                before = [line for line in done.values() if _belongs(line, e, first)]
+                numbers = best(before, halving.survivors(rung))
+            for number in numbers:
+                about = {"study": study_of(e), "method": e.method, "trial": number, "settings": given[number],
+                         "seed": e.seed, "round": last, "of": halving.rungs[-1]}  # fmt: skip
+                if name_of(about) not in done:
+                    tasks.append((with_settings(e, given[number]), about, first, str(scratch)))
+        for _, line in side_by_side(stretch, tasks, jobs):
+            done[name_of(line)] = line
+            store.parent.mkdir(parents=True, exist_ok=True)
+            with store.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            yield line
+
+
+def chosen(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
+    """Return the trials of every study and method that came to the last rung, the best one first."""
+    found: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        if line["round"] == line["of"] and line["score"] is not None:
+            found.setdefault((line["study"], line["method"]), []).append(line)
+    return {key: sorted(rows, key=lambda line: -line["score"]) for key, rows in sorted(found.items())}
+
+
+def _belongs(line: Line, e: Experiment, round: int) -> bool:
+    return (line["study"], line["method"], line["seed"], line["round"]) == (study_of(e), e.method, e.seed, round)

@@ -1,0 +1,110 @@
+"""Successive halving: equal terms for all methods, rungs that can be stopped, and nothing hidden is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from metavd.data import partition
+from metavd.runs import run as runs
+from metavd.runs.settings import Experiment, with_settings
+from metavd.studies import halving
+from metavd.studies.halving import Halving, points, search, space
+from metavd.studies.tune import Dimension, TuneError
+
+SETTINGS = {
+    "data": "digits", "clients": 6, "unseen": 2, "cohort": 3, "valid": 0.2, "valid_clients": 3, "model": "mlp",
+    "width": 8, "seed": 1001, "device": "cpu", "local_epochs": 1,
+}  # fmt: skip
+
+
+def asked(method: str) -> Experiment:
+    return with_settings(Experiment(), {"method": method, **SETTINGS})
+
+
+def found(tmp_path, *names: str, rungs: tuple[int, ...] = (2, 4), trials: int = 4) -> list[halving.Line]:
+    return list(
+        search([asked(name) for name in names], Halving(trials, rungs), store=tmp_path / "s.jsonl", scratch=tmp_path)
+    )
+
+
+def test_every_method_has_the_same_trials_and_rounds(tmp_path):
+    """Methods with spaces of different sizes take part in every rung with the same number of trials."""
+    lines = found(tmp_path, "fedavg", "reptile+dropout")
+    for method in ("fedavg", "reptile+dropout"):
+        counts = [sum(line["method"] == method and line["round"] == rung for line in lines) for rung in (2, 4)]
+        assert counts == [4, 2]
+
+
+def test_the_best_go_on(tmp_path):
+    """Those with the highest scores of a rung are in the next one."""
+    lines = found(tmp_path, "reptile")
+    first = {line["trial"]: line["score"] for line in lines if line["round"] == 2}
+    second = {line["trial"] for line in lines if line["round"] == 4}
+    assert second == set(sorted(first, key=lambda trial: -first[trial])[:2])
+
+
+def test_a_rung_does_not_change_what_comes_after_it(tmp_path):
+    """A trial that was stopped at a rung scores what it scores when it is trained in one go; so without its state."""
+    stopped = {(line["trial"], line["round"]): line for line in found(tmp_path / "a", "reptile+metavd")}
+    whole = {(line["trial"], line["round"]): line for line in found(tmp_path / "b", "reptile+metavd", rungs=(4,))}
+    for trial in {trial for trial, round in stopped if round == 4}:
+        both = [{part: each[trial, 4][part] for part in ("valid", "valid_unseen")} for each in (stopped, whole)]
+        assert both[0] == both[1]
+
+
+def test_what_is_in_the_store_is_not_computed_again(tmp_path):
+    """A second search over the same store has nothing to do, and a new method only its own."""
+    assert len(found(tmp_path, "fedavg")) == 6
+    assert found(tmp_path, "fedavg") == []
+    assert {line["method"] for line in found(tmp_path, "fedavg", "reptile")} == {"reptile"}
+
+
+def test_no_hidden_row_is_looked_at(tmp_path, monkeypatch):
+    """With other values in test rows and in all rows of unseen clients every line is the same."""
+    before = found(tmp_path / "a", "reptile+metavd")
+    deal = runs.deal
+
+    def poisoned(e, data):
+        whole = deal(e, data)
+        unseen = slice(whole.num_clients, whole.num_clients + whole.num_unseen)
+        rows = np.concatenate([*whole.test, *whole.train[unseen]])
+        assert len(rows) > 300
+        x = whole.source.x.copy()
+        x[rows] = 255 - x[rows]
+        return replace(whole, source=replace(whole.source, x=x))
+
+    monkeypatch.setattr(runs, "deal", poisoned)
+    after = found(tmp_path / "b", "reptile+metavd")
+    keys = ("method", "trial", "round", "score", "valid", "valid_unseen")
+    assert [[line[key] for key in keys] for line in before] == [[line[key] for key in keys] for line in after]
+    assert partition.sealed(deal(runs.complete(asked("fedavg"), runs.data_of(asked("fedavg"))),
+                                 runs.data_of(asked("fedavg")))).num_unseen == 0  # fmt: skip
+
+
+def test_a_trial_that_diverges_is_told_and_does_not_go_on(tmp_path):
+    """Its line has no score but a reason, and the others fill its place."""
+    e = with_settings(asked("fedavg"), {"clip": 1e30})
+    lines = list(search([e], Halving(4, (2, 4)), store=tmp_path / "s.jsonl", scratch=tmp_path,
+                        searched={"lr": "1e18,1e19,1e20"}))  # fmt: skip
+    told = [line for line in lines if line["score"] is None]
+    assert told
+    assert all("NaN" in line["reason"] for line in told)
+    assert not {line["trial"] for line in told} & {line["trial"] for line in lines if line["round"] == 4}
+
+
+def test_points_cover_a_space_evenly():
+    """The first trial is the defaults; of a hundred others a tenth lies in every tenth of a dimension."""
+    drawn = points((Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3, 4))), 129, seed=3)
+    assert drawn[0] == {}
+    assert np.histogram([point["a"] for point in drawn[1:]], 8, (0, 1))[0].tolist() == [16] * 8
+    assert [sum(point["b"] == value for point in drawn[1:]) for value in (1, 2, 3, 4)] == [32] * 4
+    assert drawn == points((Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3, 4))), 129, seed=3)
+
+
+def test_a_method_without_a_space_is_refused():
+    """Where every option is fixed there is nothing to search, and that is said."""
+    with pytest.raises(TuneError, match="nothing to search"):
+        space(with_settings(asked("fedavg"), {"lr": 0.1}), {})
