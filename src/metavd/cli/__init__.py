@@ -9,21 +9,10 @@ from collections.abc import Sequence
 
 import click
 
-from ..bench.measure import BenchError
 from ..core.types import NonFiniteError
-from ..data.cohort import ParticipationError
-from ..data.partition import PartitionError
-from ..data.source import SourceError
-from ..flower.config import FailedRunError, FederationError
-from ..methods import MethodError
-from ..report.read import ReportError
+from ..errors import UserError
+from ..flower.config import FailedRunError
 from ..runs.run import InterruptedRun
-from ..runs.settings import SpecError
-from ..runs.store import StoreError
-from ..runs.track import TrackError
-from ..studies.paper import PaperError
-from ..studies.tables import TableError
-from ..studies.tune import TuneError
 from ..version import VERSION
 from .bench import bench_command
 from .catalogue import datasets_command, methods_command
@@ -35,23 +24,6 @@ from .terminal import Reporter
 from .train import compare_command, run_command, show_command
 from .tune import tune_command
 from .use import export_command, personalize_command, predict_command
-
-WRONG_INPUT = (
-    MethodError,
-    SourceError,
-    PartitionError,
-    ParticipationError,
-    SpecError,
-    StoreError,
-    PaperError,
-    TableError,
-    TuneError,
-    TrackError,
-    ReportError,
-    BenchError,
-    FederationError,
-)
-"""What is the user's to mend: one sentence, exit status 2."""
 
 
 @click.group(
@@ -98,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
-    except WRONG_INPUT as error:
+    except UserError as error:
         _fail(str(error), 2)
     except (InterruptedRun, NonFiniteError, FailedRunError) as error:
         _fail(str(error), 1)

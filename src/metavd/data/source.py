@@ -19,8 +19,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from ..errors import UserError
 
-class SourceError(ValueError):
+
+class SourceError(UserError):
     """What is wrong with a dataset, in one sentence that says what would be right."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import methods
 from ..data.source import Source
+from ..errors import UserError
 from ..methods import Option
 from ..runs.settings import Experiment, SpecError, nearest, resolve, with_settings
 from ..version import VERSION
@@ -25,7 +26,7 @@ IDENTITIES = ("key", "name")
 _LIMITS = Limits()
 
 
-class FederationError(ValueError):
+class FederationError(UserError):
     """Why a federation cannot go on as asked, in one sentence that says what would be right."""
 
 

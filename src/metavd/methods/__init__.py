@@ -35,13 +35,14 @@ from ..core.types import (
     Server,
 )
 from ..core.variational import Noise
+from ..errors import UserError
 from ..tree import Params
 
 Value = bool | int | float | str
 Options = Mapping[str, Any]
 
 
-class MethodError(ValueError):
+class MethodError(UserError):
     """A method, option or value that does not exist or cannot be combined; the text says what would be right."""
 
 

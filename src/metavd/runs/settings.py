@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..ops import fused
 from ..core import rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
+from ..errors import UserError
+from ..ops import fused
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
@@ -25,7 +26,7 @@ RUNTIME = frozenset({"root", "device", "precision", "backend", "chunk", "eval_ev
 """Fields that decide how a run is carried out, not what it computes."""
 
 
-class SpecError(ValueError):
+class SpecError(UserError):
     """A specification that cannot be run; the text says what would be right."""
 
 

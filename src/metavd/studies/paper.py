@@ -35,6 +35,7 @@ from ..data.cohort import ParticipationError
 from ..data.partition import TEST_ROWS, PartitionError, describe, federate
 from ..data.source import Source, SourceError, arrays, digits
 from ..engine.checkpoint import write_atomic
+from ..errors import UserError
 from ..evaluate.metrics import interval
 from ..runs.provenance import provenance
 from ..runs.run import Listener, Silent, run
@@ -66,7 +67,7 @@ _ROUNDING = 0.00501
 """Half of the paper's last digit, and a little for the binary fraction."""
 
 
-class PaperError(ValueError):
+class PaperError(UserError):
     """A request that cannot be met; the text says what would be right."""
 
 

@@ -15,10 +15,11 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from .. import methods
+from ..errors import UserError
 from ..runs.settings import nearest
 
 
-class TableError(ValueError):
+class TableError(UserError):
     """A table, row or column that the paper does not have; the text says what would be right."""
 
 

@@ -46,6 +46,7 @@ from ..data.cohort import ParticipationError
 from ..data.collection import Collection
 from ..data.partition import Federation, PartitionError
 from ..engine.checkpoint import write_atomic
+from ..errors import UserError
 from ..runs.run import (
     Data,
     InterruptedRun,
@@ -100,7 +101,7 @@ _HOPELESS = (
 """What ends a trial and not the study: it diverged, does not fit, or its values do not go together."""
 
 
-class TuneError(ValueError):
+class TuneError(UserError):
     """A study that cannot be made or continued; the text says what would be right."""
 
 
