@@ -436,7 +436,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "fedavg", "surplus"], ["surplus"]),
     (["run", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["run", "fedavg+metvd"], ["'metvd'", "metavd"]),
-    (["run", "fedbe+dp"], ["fedbe+dp", "+metavd"]),
+    (["run", "fedbe+drop"], ["fedbe+drop", "+metavd"]),
     (["run", "--data", "digts"], ["'digts'", "digits"]),
     (["run", "fedavg", "--set", "lrr=3"], ["'lrr'", "lr"]),
     (["run", "fedavg", "--set", "chort=3"], ["'chort'", "cohort"]),

@@ -1,4 +1,7 @@
-"""The command line: reads argv, calls the rest. The only place that knows about terminals and exit statuses."""
+"""The command line: reads argv, calls the rest. The only place that knows about terminals and exit statuses.
+
+A command imports what it runs when it runs, so that every --help answers at once.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ from collections.abc import Sequence
 
 import click
 
-from ..core.types import NonFiniteError
-from ..errors import UserError
-from ..flower.config import FailedRunError
-from ..runs.run import InterruptedRun
+from ..errors import FailedError, UserError
 from ..version import VERSION
 from .bench import bench_command
 from .catalogue import datasets_command, methods_command
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(error.format_message(), 2)
     except UserError as error:
         _fail(str(error), 2)
-    except (InterruptedRun, NonFiniteError, FailedRunError) as error:
+    except FailedError as error:
         _fail(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
         _fail("stopped", 1)

@@ -53,7 +53,7 @@ def _ready() -> None:
 @federate_group.command("demo")
 @click.option("--nodes", type=click.IntRange(1, 50), default=3, show_default=True, help="Clients, two processes each.")
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Communication rounds.")
-@click.option("--method", default="reptile+metavd+dp", show_default=True, help="See metavd methods.")
+@click.option("--method", default="reptile+metavd+drop", show_default=True, help="See metavd methods.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
 @click.option("--set", "text", default=None, metavar="TEXT", help="Options of the method, such as 'beta=2 lr=0.05'.")
 @click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]")
@@ -80,7 +80,7 @@ def demo_command(
     plan(config)  # wrong input is found before anything is started
     reporter = Reporter()
     began = time.monotonic()
-    from ..flower.local import federation  # noqa: PLC0415 - cryptography takes a moment
+    from ..flower.local import federation
 
     if insecure:
         reporter.note("insecure mode: no TLS, no keys; use it on this machine alone")
@@ -97,7 +97,7 @@ def demo_command(
             look()
         if not Store(folder).is_finished():
             raise FailedRunError(_why(local))
-    from ..report.page import write_report  # noqa: PLC0415 - matplotlib takes a second
+    from ..report.page import write_report
 
     notes = write_report([folder], folder / "report.html", command="metavd federate demo")
     for note in notes:
@@ -108,7 +108,7 @@ def demo_command(
 
 def _shown(method: str, rounds: int) -> str:
     """Return options with which a few rounds show what the method does: dropped weights from the second half on."""
-    return f"rate=0.5 drop_from={rounds // 2}" if method.endswith("+dp") else ""
+    return f"rate=0.5 drop_from={rounds // 2}" if catalogue.traits(method).drops_from is not None else ""
 
 
 def _start(local: Local, nodes: int, reporter: Reporter) -> None:
@@ -186,7 +186,7 @@ def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
 def certificates_command(*, folder: str, hosts: tuple[str, ...], days: int) -> None:
     """Make the server's certificate in DIR, and, where there is none yet, the authority that signs it."""
     _ready()
-    from ..flower import security  # noqa: PLC0415
+    from ..flower import security
 
     place = Path(folder)
     security.certificates(
@@ -200,7 +200,7 @@ def certificates_command(*, folder: str, hosts: tuple[str, ...], days: int) -> N
 def key_command(path: str) -> None:
     """Make a site's key: FILE stays at the site, FILE.pub goes to the server."""
     _ready()
-    from ..flower import security  # noqa: PLC0415
+    from ..flower import security
 
     public = security.node_key(Path(path))
     click.echo(f"{path} stays here; on the server: flwr supernode register {public.name} NAME-OF-THE-SUPERLINK")
@@ -213,7 +213,7 @@ def key_command(path: str) -> None:
 def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
     _ready()
-    from ..flower import registry, security  # noqa: PLC0415
+    from ..flower import registry, security
 
     store = Store(Path(folder))
     path = store.folder / registry.FILE
@@ -238,8 +238,8 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
     click.echo(place)
     if superlink is not None:
         _ready()
-        from ..flower.local import connection  # noqa: PLC0415
-        from ..flower.security import CA  # noqa: PLC0415
+        from ..flower.local import connection
+        from ..flower.security import CA
 
         if not insecure and certificates is None:
             raise FederationError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
@@ -265,7 +265,7 @@ def link_command(*, certificates: str | None, host: str, port: int, database: st
     Runs are started and nodes registered from this machine alone, with flwr.
     """
     _ready()
-    from ..flower import link, security  # noqa: PLC0415
+    from ..flower import link, security
 
     arguments = ["--host", host, "--port", str(port), "--database", str(Path(database).resolve())]
     if insecure:
@@ -307,9 +307,9 @@ def node_command(
 ) -> None:  # fmt: skip
     """Take part with data that stays here: a Flower SuperNode that runs metavd's code and nobody else's."""
     _ready()
-    from ..flower import warm  # noqa: PLC0415
-    from ..flower.local import node_config  # noqa: PLC0415
-    from ..flower.site import look  # noqa: PLC0415
+    from ..flower import warm
+    from ..flower.local import node_config
+    from ..flower.site import look
 
     values: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
     if no_train:
@@ -335,8 +335,8 @@ def node_command(
 
 def _quiet(poll: float) -> None:
     """Let Flower report to nobody and install nothing, unless the operator has said otherwise."""
-    from ..flower.local import QUIET  # noqa: PLC0415
-    from ..flower.warm import POLL  # noqa: PLC0415
+    from ..flower.local import QUIET
+    from ..flower.warm import POLL
 
     for name, value in {**QUIET, POLL: str(poll)}.items():
         os.environ.setdefault(name, value)

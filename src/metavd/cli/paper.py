@@ -85,7 +85,7 @@ def paper_command(
 
 
 def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter: Reporter) -> None:
-    from ..report.paper import draw_paper  # noqa: PLC0415 (matplotlib takes a second)
+    from ..report.paper import draw_paper
 
     views = [paper.table(name, store, how=how) for name in names]
     folder = out.with_name(f"{out.stem}_files")

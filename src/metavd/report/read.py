@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import SpecError, UserError
 from ..evaluate.metrics import CLIENT_FIGURES
 from ..runs.details import LIMIT
-from ..runs.settings import SpecError, from_toml
+from ..runs.settings import from_toml
 from ..runs.store import Store, StoreError
 
 PARTS = {"test": "participating", "unseen": "unseen"}
