@@ -209,6 +209,50 @@ def test_drop_drops_something_here(name: str) -> None:
     assert 0 < float(mask.mean()) < 1
 
 
+@pytest.mark.parametrize("name", ["fedavg+vd+drop", "reptile+ensemblevd+drop"])
+def test_drop_goes_with_every_posterior(name: str) -> None:
+    """Not listed, but possible: dropout rates are all that it needs."""
+    assert name not in methods.NAMES
+    setup = setup_of(name)
+    state = trained(setup)
+    mask = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)["fc1.mask"]
+    assert 0 < float(mask.mean()) < 1
+
+
+class Notes(Silent):
+    """Remembers what a run says before its first round."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def round(self, record: Any) -> None:
+        self.said.append(f"round {record.round}")
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_run_too_short_for_drop_says_so_before_its_first_round() -> None:
+    """drop_from is not reached: one sentence with both numbers. Where it is reached, nothing is said."""
+    settings = {**FIELDS, "method": "fedavg+metavd+drop", "hyper_width": 4, "threshold": 0.2}
+    short, long = Notes(), Notes()
+    metavd.run(listener=short, drop_from=3, **settings)
+    metavd.run(listener=long, drop_from=2, **settings)
+    sentence = "no weight is dropped in training: drop_from is 3 and the run has 3 rounds; set drop_from below 3"
+    assert short.said == [sentence, "round 1", "round 2", "round 3"]
+    assert long.said == ["round 1", "round 2", "round 3"]
+
+
+def test_what_the_world_must_know_of_a_method() -> None:
+    """Rows for the server, newcomers that fit, dropped weights: told by the options, whatever the method is called."""
+    assert methods.traits("fedavg") == methods.traits("reptile+metavd") == (None, False, None)
+    assert methods.traits("fedbe", {"server_share": 0.1}).server_rows_share == 0.1
+    assert methods.traits("fedbe", {"server_share": 0.0}).server_rows_share == 0.0
+    assert methods.traits("maml+metavd", {"newcomer": "fit"}).admits_by_fitting
+    assert methods.traits("maml+metavd+drop").drops_from == 150
+    assert methods.traits("maml+vd+drop", {"drop_from": 7}).drops_from == 7
+
+
 # --- grammar ---------------------------------------------------------------------------------------------------------
 
 

@@ -375,6 +375,37 @@ def test_released_drop(build, make_batch):
     assert torch.equal(ours.serve(state.params, torch.tensor(0), state.round)["fc1.mask"], mask)
 
 
+def test_released_fedavg_ignores_the_masks(build, make_batch):
+    """FedAvg+MetaVD as released takes theta - theta_agg without masks; the others' gradient passes through them.
+
+    A weight that is dropped for the whole cohort becomes what the clients regrew from 0 (server rate 1, no momentum),
+    and rests where the gradient is masked. Ours leaves it where it is in both.
+    """
+    options = {"threshold": 0.0, "drop_from": 0, "server_lr": 1.0, "server_momentum": 0.0, "server_clip": 1e9}
+    for base, overwritten in (("fedavg", True), ("reptile", False)):
+        algorithm, state = build(f"{base}+metavd+drop", variant="released", **options)
+        sent = vmap(algorithm.emit.apply, (None, 0, None))(state.params, COHORT, state.round)
+        assert (sent["fc1.weight"] == 0).all()
+        batch = make_batch(8, round=50.0)
+        back = tree.stack([algorithm.local(tree.unstack(sent, i), [batch])[0] for i in range(2)])
+        new = algorithm.server.update(state, Update(COHORT, back, SIZES)).params["fc1.weight"]
+        regrown = aggregate.precision(algorithm.noise)(back, SIZES / SIZES.sum())["fc1.weight"][0]
+        assert_close(new, regrown if overwritten else state.params["fc1.weight"], rtol=0, atol=1e-12)
+        assert (regrown != 0).any()
+        ours, state = build(f"{base}+metavd+drop", **options)
+        new = ours.server.update(state, answers(ours, state, 0.1)).params["fc1.weight"]
+        assert torch.equal(new, state.params["fc1.weight"])
+
+
+def test_released_drop_is_metavd_where_nothing_is_dropped(build):
+    """Law: with a threshold of 1 nothing is dropped, and +drop as released is +metavd as released, bit for bit."""
+    for base in ("fedavg", "reptile"):
+        plain, state = build(f"{base}+metavd", variant="released")
+        dropping, _ = build(f"{base}+metavd+drop", variant="released", threshold=1.0, drop_from=0)
+        update = answers(plain, state, 0.1)
+        same(dropping.server.update(state, update).params, plain.server.update(state, update).params, atol=0)
+
+
 # --- options: the posterior ------------------------------------------------------------------------------------------
 
 

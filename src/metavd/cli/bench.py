@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import click
-import torch
-from rich.table import Table
 
 from .terminal import Reporter, console, settings_of
 
@@ -57,6 +55,9 @@ def bench_command(
     Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
     clients and the network. Close everything else first: the machine is used whole.
     """
+    import torch
+    from rich.table import Table
+
     from ..bench.measure import BenchError, bench
     from ..bench.page import check_place, store_figures, table, write_page
 

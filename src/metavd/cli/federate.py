@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.live import Live
-from rich.table import Table
 
 from .. import methods as catalogue
-from ..flower.config import APP, FailedRunError, FederationError, app_toml, plan
-from ..runs.store import Store
-from ..serve.export import need
+from ..errors import UserError
 from .terminal import Reporter
 from .train import print_results
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..flower.local import Local
 
 _PORT = 8000
@@ -44,6 +42,8 @@ def federate_group() -> None:
 
 
 def _ready() -> None:
+    from ..serve.export import need
+
     need("flwr", "flower", "metavd federate")
 
 
@@ -67,10 +67,13 @@ def demo_command(
     results stay.
     """
     _ready()
+    from ..flower.config import FailedRunError, plan
+    from ..runs.store import Store
+
     method = catalogue.check(method)
     folder = Path(out) if out else Path("runs") / time.strftime("federation-%Y%m%d-%H%M%S")
     if folder.exists() and any(folder.iterdir()):
-        raise FederationError(f"the folder {folder} is not empty; name a new one")
+        raise UserError(f"the folder {folder} is not empty; name a new one")
     chosen = text if text is not None else _shown(method, rounds)
     config = {
         "method": method, "set": f"unseen=0 {chosen}".strip(), "rounds": rounds, "seed": seed, "clients": nodes,
@@ -132,6 +135,10 @@ def _why(local: Local) -> str:
 @contextmanager
 def _watching(folder: Path, rounds: int, reporter: Reporter) -> Iterator[Any]:
     """Show the rounds that are finished: a table that grows on a terminal, lines elsewhere."""
+    from rich.live import Live
+
+    from ..runs.store import Store
+
     store, shown = Store(folder), 0
     if not reporter.err.is_terminal:
 
@@ -165,6 +172,8 @@ def _cells(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
+    from rich.table import Table
+
     waiting = "" if len(records) >= rounds else "; the next one is under way" if records else "; clients are starting"
     table = Table(title=f"{len(records)} of {rounds} rounds{waiting}", title_justify="left")
     blank = {"round": 0, "cohort": [], "loss": None, "down": 0, "up": 0, "seconds": 0.0}
@@ -214,11 +223,12 @@ def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
     _ready()
     from ..flower import registry, security
+    from ..runs.store import Store
 
     store = Store(Path(folder))
     path = store.folder / registry.FILE
     if not path.exists():
-        raise FederationError(f"{folder} holds no federation's run; name the folder out of its run config")
+        raise UserError(f"{folder} holds no federation's run; name the folder out of its run config")
     with store.lock():
         known = registry.rekeyed(registry.load(path), name, registry.by_key(security.fingerprint(Path(public))))
         registry.save(path, known)
@@ -232,6 +242,8 @@ def rekey_command(*, folder: str, name: str, public: str) -> None:
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
     """Write the Flower app that `flwr run DIR/metavd-app` starts: a run config, every key explained, and no code."""
+    from ..flower.config import APP, app_toml
+
     place = Path(folder) / APP
     place.mkdir(parents=True, exist_ok=True)
     (place / "pyproject.toml").write_text(app_toml())
@@ -242,12 +254,12 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
         from ..flower.security import CA
 
         if not insecure and certificates is None:
-            raise FederationError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
+            raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
         authority = None if insecure else (Path(str(certificates)) / CA).resolve()
         home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
         home.mkdir(parents=True, exist_ok=True)
         if (home / "config.toml").exists():
-            raise FederationError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
+            raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
         (home / "config.toml").write_text(connection(superlink, authority))
         click.echo(home / "config.toml")
 
@@ -272,13 +284,13 @@ def link_command(*, certificates: str | None, host: str, port: int, database: st
         Reporter().note("insecure mode: no TLS, no keys; whoever reaches the port may join and read everything")
         arguments.append("--insecure")
     elif certificates is None:
-        raise FederationError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
+        raise UserError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
     else:
         names = {"ca-certfile": security.CA, "certfile": security.SERVER, "keyfile": security.SERVER_KEY}
         for option, name in names.items():
             path = Path(certificates).resolve() / name
             if not path.exists():
-                raise FederationError(f"{path} is not there; make it with metavd federate certificates")
+                raise UserError(f"{path} is not there; make it with metavd federate certificates")
             arguments += [f"--ssl-{option}", str(path)]
         arguments.append("--enable-supernode-auth")
     _quiet(1.0)
@@ -326,7 +338,7 @@ def node_command(
         Reporter().note("insecure mode: what is sent can be read and changed on its way")
         arguments.append("--insecure")
     elif authority is None or key is None:
-        raise FederationError("a node needs --authority ca.crt and --key FILE (see metavd federate key), or --insecure")
+        raise UserError("a node needs --authority ca.crt and --key FILE (see metavd federate key), or --insecure")
     else:
         arguments += ["--root-certificates", authority, "--auth-supernode-private-key", key]
     _quiet(poll)
