@@ -23,10 +23,10 @@ ROUNDS, NODES, PATIENCE = 3, 3, 900
 COMMON = "unseen=0 model=mlp width=512 local_epochs=1"
 CASES = (
     ("reptile+metavd", "rate=0.5", False),
-    ("reptile+metavd+dp", "rate=0.5 drop_from=0", False),
-    ("reptile+metavd+dp", "rate=0.9 drop_from=0", False),
+    ("reptile+metavd+drop", "rate=0.5 drop_from=0", False),
+    ("reptile+metavd+drop", "rate=0.9 drop_from=0", False),
     ("reptile+metavd", "rate=0.5", True),
-    ("reptile+metavd+dp", "rate=0.9 drop_from=0", True),
+    ("reptile+metavd+drop", "rate=0.9 drop_from=0", True),
     ("fedavg", "", False),
     ("fedavg+snip", "sparsity=0.7", False),
     ("fedavg+snip", "sparsity=0.7", True),

@@ -35,7 +35,7 @@ COLOURS = dict(zip(METHODS, ("#9a9a9a", "#3b78b5", "#d1602b"), strict=True))
 GROUPS = {"test": ("-", "o"), "unseen": ((0, (3, 1.6)), "D")}
 NAMES = {"test": "participating", "unseen": "never seen"}
 DROP = 0.9
-"""Threshold above which +dp drops a weight."""
+"""Threshold above which +drop drops a weight."""
 
 
 def runs_of(folder: Path, method: str) -> list[Store]:
@@ -144,7 +144,7 @@ def draw_rates(ax: Axes, folder: Path) -> None:
     ax.plot(whole[:: len(values)], share, color=colour, linewidth=2.2)
     ax.axvspan(DROP, 1, color=colour, alpha=0.1, linewidth=0)
     above = 100 * float((values > DROP).mean())
-    ax.annotate(f"{above:.0f} % of the weights have a rate\nabove {DROP}: +dp would drop them", xy=(DROP, 62),
+    ax.annotate(f"{above:.0f} % of the weights have a rate\nabove {DROP}: +drop would drop them", xy=(DROP, 62),
                 xytext=(0.05, 62), va="center", fontsize=9, color="#333333",
                 arrowprops={"arrowstyle": "->", "color": "#777777", "shrinkB": 0})  # fmt: skip
     count = f"{values.shape[1]:,}"

@@ -1,4 +1,4 @@
-"""Write docs/methods.md from the tables in the code.
+"""Write docs/methods.md from what methods and settings say of themselves.
 
 With --check nothing is written, and the exit status is 1 if the page on disk differs.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import numpy as np
 
 from metavd import arrays, methods
 from metavd.data.collection import collect
-from metavd.methods import Base, Option, Regulariser
 from metavd.runs import settings as spec
+from metavd.schema import Option
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
 
@@ -39,8 +38,8 @@ def shown(value: object) -> str:
 
 def allowed(option: Option) -> str:
     """Return what an option may be."""
-    if option.choices is not None:
-        return " or ".join(option.choices)
+    if option.allowed is not None:
+        return " or ".join(option.allowed)
     if option.low is None:
         return "text" if isinstance(option.default, str) else ""
     return f"{option.low:g} to {option.high:g}" if option.high is not None else f"{option.low:g} or more"
@@ -63,36 +62,28 @@ def whose(names: Sequence[str], every: Sequence[str]) -> str:
     return f"all but {', '.join(others)}" if len(others) < 3 and len(names) > 3 else ", ".join(names)
 
 
-def options(parts: Mapping[str, Base | Regulariser], mark: str = "") -> str:
-    """Return one row an option and default, with the parts that have it."""
+def options(*kinds: Any) -> str:
+    """Return one row for each option and default, with the parts of methods that have it."""
+    parts = [entry for kind in kinds for entry in methods.entries(kind).values()]
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name, part in parts.items():
-        for option in part.options:
+    for part in parts:
+        for option in part.options.values():
             key = (f"`{option.name}`", shown(option.default), option.help, allowed(option), searched(option))
-            rows.setdefault(key, []).append(mark + name)
-    every = [mark + name for name in parts]
+            rows.setdefault(key, []).append(part.sign)
+    every = [part.sign for part in parts]
     body = [[*key[:2], whose(names, every), *key[2:]] for key, names in rows.items()]
-    return table(["option", "default", "of", "meaning", "may be", "paper searched"], body)
+    return table(["option", "default", "of", "meaning", "may be", "searched"], body)
 
 
 def released() -> str:
     """Return what variant=released changes."""
-    known = {option.name: option for part in {**methods.BASES, **methods.PARTS}.values() for option in part.options}
-    rows = [
-        [f"`{name}`", shown(known[name].default), shown(value), _users(name)]
-        for name, value in methods.RELEASED.items()
-    ]
-    return table(["option", "default", "released", "of"], rows)
-
-
-def _users(name: str) -> str:
-    groups = (("", methods.BASES), ("+", methods.PARTS))
-    return ", ".join(
-        mark + part
-        for mark, parts in groups
-        for part, about in parts.items()
-        if any(option.name == name for option in about.options)
-    )
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for part in methods.entries().values():
+        for option in part.options.values():
+            if "released" in option.presets:
+                key = (f"`{option.name}`", shown(option.default), shown(option.presets["released"]))
+                rows.setdefault(key, []).append(part.sign)
+    return table(["option", "default", "released", "of"], [[*key, ", ".join(names)] for key, names in rows.items()])
 
 
 def settings() -> str:
@@ -101,12 +92,13 @@ def settings() -> str:
     given = spec.Experiment(device="cpu")
     digits, mine = spec.resolve(given), spec.resolve(given, own.defaults)
     rows = []
-    for field in fields(spec.Experiment):
-        if field.name in spec.HELP:
-            values = (getattr(e, field.name) for e in (digits, mine))
-            cells = ["auto", "auto"] if field.name in {"device", "backend"} else [shown(value) for value in values]
-            cells = [cell if field.name != "data" else name for cell, name in zip(cells, ("digits", ""), strict=True)]
-            rows.append([f"`{field.name}`", *cells, spec.HELP[field.name]])
+    for name, setting in spec.SETTINGS.items():
+        cells = [shown(getattr(e, name)) for e in (digits, mine)]
+        if name in {"device", "backend"}:
+            cells = ["auto", "auto"]
+        elif name == "data":
+            cells = ["digits", ""]
+        rows.append([f"`{name}`", *cells, setting.help])
     return table(["setting", "on digits", "on 2,000 rows of your own", "meaning"], rows)
 
 
@@ -118,24 +110,28 @@ def listed() -> str:
     return table(["method", "what it is", "paper"], rows)
 
 
+def with_trait(trait: str) -> str:
+    """Return the parts that give what others need."""
+    return ", ".join(f"`{entry.sign}`" for entry in methods.entries().values() if trait in entry.gives)
+
+
 def page() -> str:
     """Return the whole page."""
-    regularised = ", ".join(f"`{base}`" for base in methods.REGULARISED)
-    parts = ", ".join(f"`+{part}`" for part in methods.REGULARISERS)
+    bases, regularisers, extras = (methods.entries(kind).values() for kind in ("base", "regulariser", "extra"))
     return f"""# Methods and their options
 
-Written by `python scripts/write_docs.py` from the tables in `src/metavd/methods.py` and
-`src/metavd/runs/settings.py`; do not edit by hand. `metavd methods NAME` shows the options of one method,
-`metavd methods --json` everything, for programs.
+Written by `python scripts/write_docs.py` from what the methods in `src/metavd/methods/` and the settings in
+`src/metavd/runs/settings.py` say of themselves; do not edit by hand. `metavd methods NAME` shows the options of one
+method, `metavd methods --json` everything, for programs.
 
 ## The names
 
     base[+regulariser][+option]
 
-- One base: {", ".join(f"`{base}`" for base in methods.BASES)}.
-- At most one regulariser, {parts},
-  on {regularised}.
-- `+dp` after `+metavd`; `+ft` after `fedavg` or `fedprox`.
+- One base: {", ".join(f"`{each.name}`" for each in bases)}.
+- At most one regulariser, {", ".join(f"`{each.sign}`" for each in regularisers)},
+  on {with_trait(methods.REGULARISABLE)}.
+{chr(10).join(f"- `{each.sign}` after {with_trait(each.needs)}." for each in extras)}
 
 The {len(methods.NAMES)} methods that are listed, and that the tests run by name:
 
@@ -145,10 +141,10 @@ The {len(methods.NAMES)} methods that are listed, and that the tests run by name
 Set one with `--set lr=0.01`, in a configuration file, or by name in Python: `metavd.run(method="reptile", lr=0.01)`.
 A dataset may bring defaults of its own, see `metavd datasets`.
 
-{options(methods.BASES)}
+{options("base")}
 ## Options of the regularisers
 
-{options(methods.PARTS, "+")}
+{options("regulariser", "extra")}
 ## The released code's rules
 
 `variant=released` sets the options below, each method those that it has; an option that is given by name goes first.

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from metavd.core import rng
-from metavd.core.model import from_module, mlp, xavier
+from metavd.core.model import from_module, xavier
 from metavd.core.types import Batch, Model
 from metavd.methods import Setting
+from metavd.models.mlp import mlp
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

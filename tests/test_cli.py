@@ -211,6 +211,33 @@ def test_datasets(metavd: Metavd) -> None:
     assert (row["defaults"]["clients"], row["defaults"]["unseen"]) == (24, 6)
 
 
+HELPS = [
+    ["--help"], ["methods"], ["methods", "reptile+metavd"], ["methods", "--json"],
+    *([*words.split(), "--help"] for words in (
+        "run", "compare", "show", "methods", "datasets", "data", "data fetch", "data check", "data show", "tune",
+        "personalize", "predict", "export", "report", "paper", "federate", "federate demo", "federate node", "bench",
+    )),
+    ["datasets"],
+]  # fmt: skip
+
+
+def test_the_first_minute_does_not_wait() -> None:
+    """Help and lists import neither torch nor anything else that takes long; datasets alone needs NumPy."""
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from metavd.cli import cli\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
+        "        cli.main(words, prog_name='metavd')\n"
+        "    assert len(out.getvalue()) > 100, words\n"
+        "    heavy = {'torch', 'scipy', 'sklearn', 'matplotlib', 'flwr', 'optuna', 'numpy', 'PIL'} & set(sys.modules)\n"
+        "    if heavy - ({'numpy'} if words == ['datasets'] else set()):\n"
+        "        sys.exit(f'{words} loaded {heavy}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(HELPS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +324,7 @@ def test_run_on_own_files(metavd: Metavd, tmp_path: Path, monkeypatch: pytest.Mo
         (["--data", "digits+digits"], "names digits twice"),
         (["available=2"], "available is '2', but must be a probability"),
         (["lost=0.5,0.5"], "lost lists 2 probabilities, but 24 clients"),
-        (["cohort=1.5"], "cohort is 1.5, but must be a whole number or a share below 1"),
+        (["cohort=1.5"], "cohort is '1.5', but must be a whole number or a share below 1"),
         (["image_size=100000"], "image_size is 100000, but must lie between"),
         (["patience=2"], "set valid, such as 0.2"),
         (["domains=both"], "domains is 'both'"),
@@ -436,7 +463,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "fedavg", "surplus"], ["surplus"]),
     (["run", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["run", "fedavg+metvd"], ["'metvd'", "metavd"]),
-    (["run", "fedbe+dp"], ["fedbe+dp", "+metavd"]),
+    (["run", "fedbe+drop"], ["fedbe+drop", "+metavd"]),
+    (["run", "reptile+metavd+dp"], ["DP is differential privacy", "+drop"]),
     (["run", "--data", "digts"], ["'digts'", "digits"]),
     (["run", "fedavg", "--set", "lrr=3"], ["'lrr'", "lr"]),
     (["run", "fedavg", "--set", "chort=3"], ["'chort'", "cohort"]),

@@ -57,7 +57,7 @@ def test_every_method_agrees(method: str) -> None:
             assert other[part]["brier"] == pytest.approx(found[0][part]["brier"], rel=1e-9)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml+metavd+dp"])
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml+metavd+drop"])
 def test_convolutions_and_augmentation_agree(method: str) -> None:
     """Parity on pictures: convolutions, crops and flips included."""
     settings = TINY | {"source": pictures(), "partition": "iid", "model": "small-cnn", "batch": 16, "method": method}

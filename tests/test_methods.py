@@ -15,14 +15,16 @@ import torch
 import metavd
 from metavd import methods
 from metavd.core import rng
-from metavd.core.model import from_module, mlp, xavier
+from metavd.core.model import from_module, xavier
 from metavd.core.types import ServerState
 from metavd.data.formats import load
 from metavd.engine.backend import loop, vectorized
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from metavd.engine.machine import tuned
 from metavd.engine.simulate import simulate
+from metavd.errors import SpecError
 from metavd.evaluate.personal import answers
+from metavd.models.mlp import mlp
 from metavd.runs.run import Setup, Silent, prepare, start
 from metavd.runs.settings import Experiment
 
@@ -35,7 +37,7 @@ CHEAP = {
     "batch": 16, "local_epochs": 1, "hyper_width": 8, "server_share": 0.1, "distill_steps": 8, "teachers": 2,
     "chains": 2, "sweeps": 1, "drop_from": 1, "threshold": 0.2,
 }  # fmt: skip
-"""Settings that make any method quick; each takes those it has. The threshold is low, so that +dp drops weights."""
+"""Settings that make any method quick; each takes those it has. The threshold is low, so that +drop drops weights."""
 
 BACKENDS = {"loop": loop, "vmap": vectorized(3), "chunks of 2": vectorized(2)}
 
@@ -44,8 +46,8 @@ VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("reptile+metavd", {"variant": "released"}),
     ("reptile+metavd", {"per": "input"}),
     ("maml+metavd", {"spread": "logalpha", "rate": 0.3, "kl": "elbo", "layers": "fc0,fc1"}),
-    ("reptile+metavd+dp", {"variant": "released"}),
-    ("reptile+metavd+dp", {"per": "input", "rate": 0.3}),
+    ("reptile+metavd+drop", {"variant": "released"}),
+    ("reptile+metavd+drop", {"per": "input", "rate": 0.3}),
     ("reptile+ensemblevd", {"variant": "released"}),
     ("perfedavg+vd", {"variant": "released"}),
     ("perfedavg", {"product": "difference"}),
@@ -198,30 +200,74 @@ def test_stopped_folder_resumes_to_the_same_result(name: str, tmp_path: Any) -> 
         assert (tmp_path / "broken" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
 
 
-@pytest.mark.parametrize("name", [name for name in methods.NAMES if name.endswith("+dp")])
-def test_dp_drops_something_here(name: str) -> None:
-    """The tests above are about +dp only if weights are dropped: its masks are neither all ones nor all zeros."""
+@pytest.mark.parametrize("name", [name for name in methods.NAMES if name.endswith("+drop")])
+def test_drop_drops_something_here(name: str) -> None:
+    """The tests above are about +drop only if weights are dropped: its masks are neither all ones nor all zeros."""
     setup, state, _ = reference(name)
     received = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)
     mask = received["fc1.mask"]
     assert 0 < float(mask.mean()) < 1
 
 
+@pytest.mark.parametrize("name", ["fedavg+vd+drop", "reptile+ensemblevd+drop"])
+def test_drop_goes_with_every_posterior(name: str) -> None:
+    """Not listed, but possible: dropout rates are all that it needs."""
+    assert name not in methods.NAMES
+    setup = setup_of(name)
+    state = trained(setup)
+    mask = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)["fc1.mask"]
+    assert 0 < float(mask.mean()) < 1
+
+
+class Notes(Silent):
+    """Remembers what a run says before its first round."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def round(self, record: Any) -> None:
+        self.said.append(f"round {record.round}")
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_run_too_short_for_drop_says_so_before_its_first_round() -> None:
+    """drop_from is not reached: one sentence with both numbers. Where it is reached, nothing is said."""
+    settings = {**FIELDS, "method": "fedavg+metavd+drop", "hyper_width": 4, "threshold": 0.2}
+    short, long = Notes(), Notes()
+    metavd.run(listener=short, drop_from=3, **settings)
+    metavd.run(listener=long, drop_from=2, **settings)
+    sentence = "no weight is dropped in training: drop_from is 3 and the run has 3 rounds; set drop_from below 3"
+    assert short.said == [sentence, "round 1", "round 2", "round 3"]
+    assert long.said == ["round 1", "round 2", "round 3"]
+
+
+def test_what_the_world_must_know_of_a_method() -> None:
+    """Rows for the server, newcomers that fit, dropped weights: told by the options, whatever the method is called."""
+    assert methods.traits("fedavg") == methods.traits("reptile+metavd") == (None, False, None)
+    assert methods.traits("fedbe", {"server_share": 0.1}).server_rows_share == 0.1
+    assert methods.traits("fedbe", {"server_share": 0.0}).server_rows_share == 0.0
+    assert methods.traits("maml+metavd", {"newcomer": "fit"}).admits_by_fitting
+    assert methods.traits("maml+metavd+drop").drops_from == 150
+    assert methods.traits("maml+vd+drop", {"drop_from": 7}).drops_from == 7
+
+
 # --- grammar ---------------------------------------------------------------------------------------------------------
 
 
 def test_names_of_the_issue_are_listed() -> None:
-    """Every base, fedavg+ft, each regulariser on its four bases, and +dp on the +metavd family."""
+    """Every base, fedavg+ft, each regulariser on its four bases, and +drop on the +metavd family."""
     bases = {"fedavg", "fedprox", "reptile", "maml", "perfedavg", "fedbe", "pfedgp"}
     four = ("fedavg", "reptile", "maml", "perfedavg")
-    parts = ("metavd", "vd", "ensemblevd", "dropout", "snip", "metavd+dp")
+    parts = ("metavd", "vd", "ensemblevd", "dropout", "snip", "metavd+drop")
     assert bases | {"fedavg+ft"} | {f"{base}+{part}" for base in four for part in parts} == set(methods.NAMES)
     assert len(set(methods.NAMES)) == len(methods.NAMES)
 
 
 @pytest.mark.parametrize(
     ("name", "canonical"),
-    [("FedAvg", "fedavg"), ("reptile+dp+metavd", "reptile+metavd+dp"), ("fedavg+ft+vd", "fedavg+vd+ft")],
+    [("FedAvg", "fedavg"), ("reptile+drop+metavd", "reptile+metavd+drop"), ("fedavg+ft+vd", "fedavg+vd+ft")],
 )
 def test_spelling_is_canonical(name: str, canonical: str) -> None:
     assert methods.check(name) == canonical
@@ -232,15 +278,18 @@ def test_spelling_is_canonical(name: str, canonical: str) -> None:
     [
         ("fedavgg", ["'fedavgg'", "fedavg"]),
         ("reptyle+metavd", ["'reptyle+metavd'", "reptile+metavd"]),
-        ("", ["''", "did you mean"]),
+        ("", ["''", "metavd methods"]),
         ("reptile+metvd", ["'metvd'", "metavd"]),
-        ("reptile+", ["''", "did you mean"]),
+        ("reptile+", ["''", "metavd methods"]),
         ("reptile+vd+metavd", ["vd and metavd", "one at most"]),
         ("reptile+vd+vd", ["vd and vd"]),
-        ("reptile+metavd+dp+dp", ["twice"]),
-        ("fedbe+dp", ["'fedbe+dp'", "+metavd", "fedbe lacks", "reptile+metavd+dp"]),
-        ("reptile+dp", ["+metavd", "reptile lacks"]),
-        ("reptile+vd+dp", ["+metavd"]),
+        ("reptile+metavd+drop+drop", ["twice"]),
+        ("fedbe+drop", ["'fedbe+drop'", "a posterior", "+metavd, +vd, +ensemblevd", "fedavg+metavd+drop"]),
+        ("reptile+drop", ["a posterior", "+metavd"]),
+        ("reptile+dropout+drop", ["a posterior", "+metavd"]),
+        ("reptile+metavd+dp", ["'dp'", "DP is differential privacy", "dropped by +drop"]),
+        ("reptile+fedavg", ["unknown part 'fedavg'"]),
+        ("metavd", ["unknown method 'metavd'"]),
         ("fedbe+metavd", ["fedavg, reptile, maml, perfedavg"]),
         ("pfedgp+vd", ["fedavg, reptile, maml, perfedavg"]),
         ("reptile+ft", ["+ft", "already has", "fedavg"]),
@@ -251,7 +300,7 @@ def test_spelling_is_canonical(name: str, canonical: str) -> None:
 )
 def test_impossible_names_are_explained(name: str, says: list[str]) -> None:
     """A name that is no method says in one line what is wrong and what would be right."""
-    with pytest.raises(methods.MethodError) as error:
+    with pytest.raises(SpecError) as error:
         methods.check(name)
     text = str(error.value)
     assert "\n" not in text
@@ -266,7 +315,7 @@ def test_impossible_names_are_explained(name: str, says: list[str]) -> None:
 def test_defaults_and_searched_values_are_allowed(name: str) -> None:
     """Each option's default, and each value that the paper searched, passes the option's own check unchanged."""
     for option in methods.options_of(name).values():
-        for value in (option.default, *(option.search or ()), *(option.choices or ())):
+        for value in (option.default, *(option.search or ()), *(option.allowed or ()), *option.presets.values()):
             assert option.check(value) == value
             assert option.check(str(value)) == value, "as --set gives it"
 
@@ -279,7 +328,7 @@ def test_released_values_are_allowed(name: str) -> None:
     assert set(plain) == set(released) == set(known)
     for key, value in released.items():
         assert known[key].check(value) == value
-        if key not in methods.RELEASED and key != "variant":
+        if "released" not in known[key].presets and key != "variant":
             assert value == plain[key]
 
 
@@ -305,12 +354,12 @@ def test_given_options_override_the_variant() -> None:
         ("fedavg+metavd", {"per": "row"}, ["per is 'row'", "weight, input"]),
         ("fedavg+metavd", {"variant": "paper"}, ["variant is 'paper'", "default, released"]),
         ("fedbe", {"server_share": 0.9}, ["server_share is 0.9", "between 0 and 0.5"]),
-        ("fedavg+metavd+dp", {"threshold": -0.1}, ["threshold is -0.1", "between 0 and 1"]),
+        ("fedavg+metavd+drop", {"threshold": -0.1}, ["threshold is -0.1", "between 0 and 1"]),
     ],
 )
 def test_wrong_options_are_explained(name: str, options: dict[str, Any], says: list[str]) -> None:
     """An unknown option names the nearest ones, a wrong value names what is allowed; one line each."""
-    with pytest.raises(methods.MethodError) as error:
+    with pytest.raises(SpecError) as error:
         methods.resolve(name, options)
     text = str(error.value)
     assert "\n" not in text
@@ -324,7 +373,7 @@ def test_layers_are_named_or_refused(name: str, layers: str) -> None:
     """The option layers must name layers of the model; the message lists them."""
     model = from_module(mlp((1, 8, 8), 10), init=xavier)
     setting = methods.Setting(num_clients=2, num_classes=10, rounds=1)
-    with pytest.raises(methods.MethodError, match="fc0, fc1, fc2"):
+    with pytest.raises(SpecError, match="fc0, fc1, fc2"):
         methods.algorithm(name, model, setting, {"layers": layers})
 
 

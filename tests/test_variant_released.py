@@ -13,10 +13,14 @@ from torch.testing import assert_close
 
 from metavd import methods, tree
 from metavd.core import aggregate, emit, local, objective, rng, server
-from metavd.core.model import attach, cnn, from_module, mlp, reset, small_cnn, xavier
+from metavd.core.model import attach, from_module, reset, xavier
 from metavd.core.optim import Groups, Sgd
 from metavd.core.types import NEW, Update
 from metavd.core.variational import Noise, kl, rates, spread, variance, without_gradient
+from metavd.errors import SpecError
+from metavd.models.cnn import cnn
+from metavd.models.mlp import mlp
+from metavd.models.small_cnn import small_cnn
 
 COHORT = torch.tensor([2, 0])
 SIZES = torch.tensor([30.0, 10.0]).double()
@@ -85,9 +89,10 @@ def test_preset(name):
 
 def test_preset_is_complete():
     """The released rules are exactly these option values, each of an option that some method has."""
-    assert methods.RELEASED == PRESET
-    everywhere = {key for name in methods.NAMES for key in methods.options_of(name)}
-    assert PRESET.keys() <= everywhere
+    everywhere = [option for name in methods.NAMES for option in methods.options_of(name).values()]
+    assert {option.name: option.presets["released"] for option in everywhere if option.presets} == PRESET
+    for option in everywhere:
+        assert dict(option.presets) == ({"released": PRESET[option.name]} if option.name in PRESET else {})
 
 
 @pytest.mark.parametrize("variant", ["default", "released"])
@@ -258,7 +263,7 @@ def test_vd_is_evaluated_with_its_own_spread(build):
     assert_close(spread(algorithm.noise, served, "fc1"), torch.full((3, 6), -6.5).double())
 
 
-# --- SNIP, PerFedAvg, FedBE, DP as released --------------------------------------------------------------------------
+# --- SNIP, PerFedAvg, FedBE, +drop as released -----------------------------------------------------------------------
 
 
 def test_released_snip(build, make_batch):
@@ -347,10 +352,10 @@ def test_released_fedbe(net, setting):
         assert (wanted.params["fc0.weight"] - pull.update(state, update).params["fc0.weight"]).abs().max() > 1e-4
 
 
-def test_released_dp(build, make_batch):
+def test_released_drop(build, make_batch):
     """Zeros are sent and regrow, the aggregate counts them, and at test nothing is masked."""
     options = {"threshold": 0.02, "drop_from": 0}
-    algorithm, state = build("reptile+metavd+dp", variant="released", **options)
+    algorithm, state = build("reptile+metavd+drop", variant="released", **options)
     sent = received(algorithm, state)
     dropped = sent["fc1.weight"] == 0
     assert 0 < dropped.double().mean() < 1
@@ -359,15 +364,46 @@ def test_released_dp(build, make_batch):
     assert (adapted["fc1.weight"][dropped] != 0).any()
     served = algorithm.serve(state.params, torch.tensor(0), state.round)
     assert torch.equal(served["fc1.weight"], state.params["fc1.weight"])
-    alone, state = build("reptile+metavd+dp", dropped="released", **options)
+    alone, state = build("reptile+metavd+drop", dropped="released", **options)
     same(alone.serve(state.params, torch.tensor(0), state.round), received(build("reptile+metavd")[0], state))
-    ours, state = build("reptile+metavd+dp", **options)
+    ours, state = build("reptile+metavd+drop", **options)
     sent = received(ours, state)
     mask = sent["fc1.mask"]
     assert torch.equal(mask == 0, dropped)
     adapted, _ = ours.local(sent, [make_batch(8, round=50.0)])
     assert torch.equal(adapted["fc1.weight"][dropped], sent["fc1.weight"][dropped])
     assert torch.equal(ours.serve(state.params, torch.tensor(0), state.round)["fc1.mask"], mask)
+
+
+def test_released_fedavg_ignores_the_masks(build, make_batch):
+    """FedAvg+MetaVD as released takes theta - theta_agg without masks; the others' gradient passes through them.
+
+    A weight that is dropped for the whole cohort becomes what the clients regrew from 0 (server rate 1, no momentum),
+    and rests where the gradient is masked. Ours leaves it where it is in both.
+    """
+    options = {"threshold": 0.0, "drop_from": 0, "server_lr": 1.0, "server_momentum": 0.0, "server_clip": 1e9}
+    for base, overwritten in (("fedavg", True), ("reptile", False)):
+        algorithm, state = build(f"{base}+metavd+drop", variant="released", **options)
+        sent = vmap(algorithm.emit.apply, (None, 0, None))(state.params, COHORT, state.round)
+        assert (sent["fc1.weight"] == 0).all()
+        batch = make_batch(8, round=50.0)
+        back = tree.stack([algorithm.local(tree.unstack(sent, i), [batch])[0] for i in range(2)])
+        new = algorithm.server.update(state, Update(COHORT, back, SIZES)).params["fc1.weight"]
+        regrown = aggregate.precision(algorithm.noise)(back, SIZES / SIZES.sum())["fc1.weight"][0]
+        assert_close(new, regrown if overwritten else state.params["fc1.weight"], rtol=0, atol=1e-12)
+        assert (regrown != 0).any()
+        ours, state = build(f"{base}+metavd+drop", **options)
+        new = ours.server.update(state, answers(ours, state, 0.1)).params["fc1.weight"]
+        assert torch.equal(new, state.params["fc1.weight"])
+
+
+def test_released_drop_is_metavd_where_nothing_is_dropped(build):
+    """Law: with a threshold of 1 nothing is dropped, and +drop as released is +metavd as released, bit for bit."""
+    for base in ("fedavg", "reptile"):
+        plain, state = build(f"{base}+metavd", variant="released")
+        dropping, _ = build(f"{base}+metavd+drop", variant="released", threshold=1.0, drop_from=0)
+        update = answers(plain, state, 0.1)
+        same(dropping.server.update(state, update).params, plain.server.update(state, update).params, atol=0)
 
 
 # --- options: the posterior ------------------------------------------------------------------------------------------
@@ -504,9 +540,7 @@ def test_floor_ceiling_and_max_rate(build):
 @pytest.mark.parametrize("options", [{"floor": -5.0}, {"ceiling": -10.0}, {"spread": "logalpha", "max_rate": 0.1}])
 def test_bounds_that_exclude_the_start_are_refused(build, options):
     """A floor above the start, or a ceiling or a max_rate below it, is refused in a sentence, not ignored."""
-    with pytest.raises(
-        methods.MethodError, match=r"starts at log (sigma\^2|alpha) = .* floor, ceiling, max_rate or rate"
-    ):
+    with pytest.raises(SpecError, match=r"starts at log (sigma\^2|alpha) = .* floor, ceiling, max_rate or rate"):
         build("reptile+vd", **options)
 
 
@@ -558,9 +592,9 @@ def test_layers_by_name(build, make_batch):
 @pytest.mark.parametrize("name", ["reptile+metavd", "fedavg+dropout", "fedavg+snip"])
 def test_layers_that_do_not_exist(build, name):
     """A wrong name is refused with the names that exist; an empty list too."""
-    with pytest.raises(methods.MethodError, match="'fc7', but the model's layers are fc0, fc1, fc2"):
+    with pytest.raises(SpecError, match="'fc7', but the model's layers are fc0, fc1, fc2"):
         build(name, layers="fc1,fc7")
-    with pytest.raises(methods.MethodError, match="at least one of fc0, fc1, fc2"):
+    with pytest.raises(SpecError, match="at least one of fc0, fc1, fc2"):
         build(name, layers=" , ")
 
 
@@ -676,19 +710,19 @@ def test_newcomer_fit(build, make_batch):
 
 
 def test_newcomer_fit_is_masked_too(build, make_batch):
-    """+dp drops weights of unseen clients too, by the rates of the embedding that was found for them."""
-    algorithm, state = build("reptile+metavd+dp", newcomer="fit", drop_from=0, threshold=0.02)
+    """+drop drops weights of unseen clients too, by the rates of the embedding that was found for them."""
+    algorithm, state = build("reptile+metavd+drop", newcomer="fit", drop_from=0, threshold=0.02)
     admitted = algorithm.admit(state.params, state.round, [make_batch(8)])
     assert torch.equal(admitted["fc1.mask"], (rates(algorithm.noise, admitted)["fc1"] <= 0.02).double())
 
 
 def test_newcomer_fit_goes_through_what_is_served(build, make_batch):
-    """A fitted newcomer is served as known clients are: constant noise, and dense weights where dp is as released."""
+    """A fitted newcomer is served as known clients are: constant noise, and dense weights under dropped=released."""
     batch = [make_batch(8)]
     algorithm, state = build("reptile+metavd", newcomer="fit", test_noise="constant")
     admitted = algorithm.admit(state.params, state.round, batch)
     assert_close(spread(algorithm.noise, admitted, "fc1"), torch.full((3, 6), -8.5).double())
-    algorithm, state = build("reptile+metavd+dp", newcomer="fit", dropped="released", drop_from=0, threshold=0.0)
+    algorithm, state = build("reptile+metavd+drop", newcomer="fit", dropped="released", drop_from=0, threshold=0.0)
     admitted = algorithm.admit(state.params, state.round, batch)
     assert torch.equal(admitted["fc1.weight"], state.params["fc1.weight"])
 
@@ -704,7 +738,7 @@ def test_newcomer_fit_gets_data_under_fedavg(build):
 
 def test_constant_test_noise_keeps_the_mask(build):
     """Dropped weights are absent everywhere, at test too, whatever spread is used there."""
-    algorithm, state = build("reptile+metavd+dp", test_noise="constant", drop_from=0, threshold=0.02)
+    algorithm, state = build("reptile+metavd+drop", test_noise="constant", drop_from=0, threshold=0.02)
     sent = received(algorithm, state)
     for used in (algorithm.serve(state.params, torch.tensor(0), state.round),
                  algorithm.admit(state.params, state.round, [])):  # fmt: skip
@@ -713,7 +747,7 @@ def test_constant_test_noise_keeps_the_mask(build):
     assert torch.equal(algorithm.serve(state.params, torch.tensor(0), state.round)["fc1.mask"], sent["fc1.mask"])
 
 
-# --- options: dropout, SNIP, DP, training ----------------------------------------------------------------------------
+# --- options: dropout, SNIP, dropping, training ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -750,9 +784,9 @@ def test_snip_options(build):
     assert not torch.equal(*masks)
 
 
-def test_dp_options(build):
+def test_drop_options(build):
     """Options threshold and drop_from: which rates are dropped, and from which round on."""
-    algorithm, state = build("reptile+metavd+dp", threshold=0.05, drop_from=7)
+    algorithm, state = build("reptile+metavd+drop", threshold=0.05, drop_from=7)
     rate = rates(algorithm.noise, received(algorithm, state))["fc1"]
     for round, wanted in ((6.0, torch.ones(3, 6).double()), (7.0, (rate <= 0.05).double())):
         sent = algorithm.emit.apply(state.params, torch.tensor(0), torch.tensor(round).double())
@@ -843,7 +877,7 @@ def test_server_clip(build):
 
 def test_fedbe_options(net, setting):
     """The options of FedBE reach its distillation; without rows on the server it is refused in a sentence."""
-    with pytest.raises(methods.MethodError, match="unlabelled rows"):
+    with pytest.raises(SpecError, match="unlabelled rows"):
         methods.algorithm("fedbe", net, setting)
     rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     federation = replace(setting, server_rows=lambda key: rows)  # noqa: ARG005

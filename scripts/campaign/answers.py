@@ -209,7 +209,7 @@ def impostor(event: Event) -> list[Message]:
     return [event.reply]
 
 
-BAD_MASK = {"method": "maml+metavd+dp"}
+BAD_MASK = {"method": "maml+metavd+drop"}
 NAN, INF = float("nan"), float("inf")
 REPLIES = [
     *(Fault("not finite", name, values(filled(part, value))) for name, part, value in (

@@ -36,7 +36,7 @@ SMALL = "model=mlp width=16 test_share=0.9 local_epochs=1"
 METHODS = {
     "fedavg": SMALL,
     "reptile+metavd": f"{SMALL} hyper_width=8",
-    "maml+metavd+dp": f"{SMALL} hyper_width=8 drop_from=1 threshold=0.02",
+    "maml+metavd+drop": f"{SMALL} hyper_width=8 drop_from=1 threshold=0.02",
 }
 """Weights alone, weights and rates, weights and rates and masks."""
 

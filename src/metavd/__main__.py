@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Load the command line, which takes seconds because of torch, and run it; Ctrl-C is a plain stop all the while."""
+    """Load the command line and run it; Ctrl-C is a plain stop all the while."""
     try:
         from .cli import main as run  # noqa: PLC0415
     except KeyboardInterrupt:

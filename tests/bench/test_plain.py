@@ -11,7 +11,8 @@ from metavd.bench import plain
 from metavd.bench.ours import dealt, setup_of
 from metavd.bench.plain import average, clients_of, crop_and_flip, images, network, one_process, several_processes
 from metavd.bench.workload import CIFAR, PAPER, TINY, Order, Workload
-from metavd.core.model import cnn, mlp
+from metavd.models.cnn import cnn
+from metavd.models.mlp import mlp
 from metavd.runs.run import rounds_of, start
 
 SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)

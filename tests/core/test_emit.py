@@ -10,9 +10,11 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from metavd.core import emit, objective, rng
-from metavd.core.model import attach, cnn, from_module, small_cnn, xavier
+from metavd.core.model import attach, from_module, xavier
 from metavd.core.types import NEW
 from metavd.core.variational import Noise, log_alpha, rates, without_gradient
+from metavd.models.cnn import cnn
+from metavd.models.small_cnn import small_cnn
 
 NOISE = Noise(("fc1",), offset=-8.5, low=-17.0, high=0.0)
 RELEASED = Noise(("fc1",), offset=0.0, start=-8.5, low=-8.5, high=8.5, through=False)

@@ -14,8 +14,11 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from metavd.core import emit, rng
-from metavd.core.model import attach, cnn, from_module, headless, mlp, reset, small_cnn, xavier
+from metavd.core.model import attach, from_module, headless, reset, xavier
 from metavd.core.variational import Noise, variance
+from metavd.models.cnn import cnn
+from metavd.models.mlp import mlp
+from metavd.models.small_cnn import small_cnn
 
 DRAWS = 30_000
 

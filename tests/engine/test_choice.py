@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import metavd
-from metavd.core.model import cnn, from_module, mlp, small_cnn
+from metavd.core.model import from_module
 from metavd.engine import choice as module
 from metavd.engine.choice import choice, flops
+from metavd.models.cnn import cnn
+from metavd.models.mlp import mlp
+from metavd.models.small_cnn import small_cnn
 from metavd.runs.run import Experiment, prepare
 
 

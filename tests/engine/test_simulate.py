@@ -18,7 +18,7 @@ from torch import Tensor
 import metavd
 from metavd import methods, wire
 from metavd.core import rng
-from metavd.core.model import from_module, mlp, xavier
+from metavd.core.model import from_module, xavier
 from metavd.core.types import Algorithm, Batch, Job, NonFiniteError, ServerState
 from metavd.data.cohort import Pool, choose, pool
 from metavd.data.formats import load
@@ -28,6 +28,7 @@ from metavd.engine.backend import Backend, loop, vectorized
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import Record, simulate, train_round
 from metavd.evaluate.personal import answers
+from metavd.models.mlp import mlp
 from metavd.tree import Params
 
 CHEAP = {
@@ -81,7 +82,7 @@ def ordinary() -> Pool:
     return pool(federation_of([9, 12, 7, 15, 10, 8, 9, 11], [6] * 8, unseen=2), dtype=torch.float64)
 
 
-FAMILIES = ("fedavg", "reptile+metavd", "maml+ensemblevd", "perfedavg+snip", "fedbe", "pfedgp", "reptile+metavd+dp")
+FAMILIES = ("fedavg", "reptile+metavd", "maml+ensemblevd", "perfedavg+snip", "fedbe", "pfedgp", "reptile+metavd+drop")
 """One method for each way to use a client's data and the server's state."""
 
 
@@ -328,7 +329,7 @@ def test_record_says_what_happened(ordinary: Pool) -> None:
 
 def test_masks_save_bytes(ordinary: Pool) -> None:
     """Closed form: dropped weights and their spreads travel in neither direction; the mask itself travels down."""
-    algorithm = build("fedavg+metavd+dp", ordinary, rounds=3)
+    algorithm = build("fedavg+metavd+drop", ordinary, rounds=3)
     _, records = trained(algorithm, ordinary)
     assert records[0].down == records[0].dense_down, "nothing is dropped before drop_from"
     last = records[-1]

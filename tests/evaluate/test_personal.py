@@ -15,7 +15,7 @@ from torch import Tensor
 
 from metavd import methods
 from metavd.core import rng
-from metavd.core.model import from_module, mlp, xavier
+from metavd.core.model import from_module, xavier
 from metavd.core.types import Algorithm, Answer, Batch, NonFiniteError, ServerState
 from metavd.data.cohort import PERSONAL, TRAIN, Pool, batches, pool
 from metavd.data.partition import federate
@@ -25,6 +25,7 @@ from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import simulate
 from metavd.evaluate.metrics import gap_interval, summarize
 from metavd.evaluate.personal import answers, diagnose
+from metavd.models.mlp import mlp
 from metavd.tree import Params
 
 

@@ -46,7 +46,7 @@ def simulated(method: str, text: str, rounds: int) -> str:
     [
         ("fedavg", "unseen=0"),
         ("reptile+metavd", "unseen=0"),
-        ("maml+metavd+dp", "unseen=0 drop_from=1 threshold=0.1"),
+        ("maml+metavd+drop", "unseen=0 drop_from=1 threshold=0.1"),
     ],
 )
 def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path, method, text):

@@ -25,7 +25,7 @@ def simulated(method: str, text: str, rounds: int = 2, **settings: object) -> di
     [
         ("fedavg", "unseen=0"),
         ("reptile+metavd", "unseen=0"),
-        ("maml+metavd+dp", "unseen=0 drop_from=1 threshold=0.1"),
+        ("maml+metavd+drop", "unseen=0 drop_from=1 threshold=0.1"),
     ],
 )
 def test_the_weights_are_the_simulators(federate, method, text):
@@ -35,7 +35,7 @@ def test_the_weights_are_the_simulators(federate, method, text):
     assert result["model_sha256"] == wanted["model_sha256"]
     assert result["test"]["accuracy"] == pytest.approx(wanted["test"]["accuracy"], abs=1e-12)
     assert result["test"]["ece_top1"] == pytest.approx(wanted["test"]["ece_top1"], abs=1e-12)
-    if "dp" in method:
+    if "drop" in method:
         assert result["sparsity"]["layer"] > 0.2
         assert result["bytes"]["up"] < 0.95 * result["bytes"]["dense_up"]
 
@@ -46,7 +46,7 @@ OTHERS = [name for name in methods.NAMES if not name.startswith("fedbe")]
 @pytest.mark.parametrize("method", OTHERS)
 def test_every_method_runs_as_in_the_simulator(federate, method):
     """All methods of `metavd methods` but fedbe, which needs rows of the server's own."""
-    text = f"{SMALL} drop_from=0 threshold=0.3" if method.endswith("+dp") else SMALL
+    text = f"{SMALL} drop_from=0 threshold=0.3" if method.endswith("+drop") else SMALL
     text = text.replace("local_epochs=1", "chains=2 sweeps=1 limit=40") if method == "pfedgp" else text
     result = federate(FakeGrid(shares(3)), method=method, set=text)
     assert result["model_sha256"] == simulated(method, text)["model_sha256"]

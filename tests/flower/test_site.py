@@ -155,7 +155,7 @@ def test_no_row_leaves_a_site(federate, three_sites):
     """Every byte that left three sites in a whole run, read: weights, rates, counts and figures, and nothing else."""
     grid = FakeGrid(three_sites)
     settings = {"data": "", "clients": 3, "rounds": 2, "set": "model=mlp width=8"}
-    federate(grid, method="reptile+metavd+dp", **settings)
+    federate(grid, method="reptile+metavd+drop", **settings)
     for node in three_sites.values():
         rows = np.load(node.config["data"][4:])["images"]
         kinds = [message.metadata.message_type for message in node.sent]

@@ -16,10 +16,11 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from metavd.core import rng, variational
-from metavd.core.model import attach, from_module, mlp
+from metavd.core.model import attach, from_module
 from metavd.core.objective import cross_entropy, divergence, mean_cross_entropy, ramp, total
 from metavd.core.types import Batch
 from metavd.core.variational import Noise
+from metavd.models.mlp import mlp
 from metavd.ops import dense, dense_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

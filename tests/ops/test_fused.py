@@ -17,9 +17,10 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from metavd.core import rng
-from metavd.core.model import cnn, from_module
+from metavd.core.model import from_module
 from metavd.core.variational import inward
 from metavd.data.augment import PAD, crop_and_flip
+from metavd.models.cnn import cnn
 from metavd.ops import fused, kernels, launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ import pytest
 from metavd import compare
 from metavd.report.page import write_report
 
-METHODS = ("fedavg", "reptile", "reptile+metavd+dp")
+METHODS = ("fedavg", "reptile", "reptile+metavd+drop")
 SMALL = {"clients": 8, "unseen": 3, "cohort": 4, "rounds": 4, "eval_every": 2, "local_epochs": 1, "drop_from": 1}
 
 
@@ -50,7 +50,7 @@ def page(runs, tmp_path_factory) -> Path:
 @pytest.fixture
 def one(runs, tmp_path) -> Path:
     """A copy of one run of the method with most parts, to be spoilt."""
-    return Path(shutil.copytree(runs / "reptile+metavd+dp" / "seed-0", tmp_path / "one"))
+    return Path(shutil.copytree(runs / "reptile+metavd+drop" / "seed-0", tmp_path / "one"))
 
 
 @pytest.fixture

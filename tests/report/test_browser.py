@@ -169,7 +169,7 @@ def test_a_method_of_the_legend_can_be_shown_alone(browser, page):
 
 def test_markup_in_names_does_nothing(browser, runs, edited, tmp_path, monkeypatch):
     """A dataset and a layer called like an attack are shown by name; no element, no dialog, no error comes of it."""
-    folder = Path(shutil.copytree(runs / "reptile+metavd+dp" / "seed-0", tmp_path / "run"))
+    folder = Path(shutil.copytree(runs / "reptile+metavd+drop" / "seed-0", tmp_path / "run"))
     edited(folder / "result.json", lambda value: value.update(data=EVIL, method=EVIL))
     edited(folder / "details.json", lambda value: value["rates"].update({EVIL: value["rates"].pop("fc1")}))
     draw = ("rates", "curve-loss", "reliability-test")  # enough to see; all of them take a while

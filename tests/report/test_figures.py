@@ -45,7 +45,7 @@ def test_the_last_evaluation_of_a_curve_is_the_result(runs):
 
 def test_traffic_of_rounds_sums_to_the_result(runs):
     """Bytes of all rounds, both directions, are the table's; long runs are averaged in blocks, not thinned."""
-    run = read_run(runs / "reptile+metavd+dp" / "seed-0")
+    run = read_run(runs / "reptile+metavd+drop" / "seed-0")
     assert sum(curves.recorded(run, "down", "up").values()) == run.number("bytes", "total")
     long = [{"round": place + 1, "loss": float(place)} for place in range(1500)]
     series = curves.recorded(replace(run, rounds=long), "loss")

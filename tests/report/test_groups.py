@@ -24,7 +24,7 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(found):
     """One group a method, seeds ascending, in the catalogue's order whatever the order of folders."""
     groups, notes = group(list(reversed(found)))
     assert notes == []
-    assert [each.name for each in groups] == ["fedavg", "reptile", "reptile+metavd+dp"]
+    assert [each.name for each in groups] == ["fedavg", "reptile", "reptile+metavd+drop"]
     assert all([run.seed for run in each.runs] == [0, 1] for each in groups)
     assert len({each.look.colour for each in groups}) == 3
 
@@ -87,7 +87,7 @@ def test_gains_are_differences_client_by_client(found):
     groups, _ = group(found)
     over, notes = gains(groups, "fedavg")
     assert notes == []
-    assert [gain.group.name for gain in over] == ["reptile", "reptile+metavd+dp"]
+    assert [gain.group.name for gain in over] == ["reptile", "reptile+metavd+drop"]
     expected = []
     for seed in (0, 1):
         before, after = (groups[place].runs[seed].clients for place in (0, 1))
@@ -100,7 +100,7 @@ def test_gains_over_other_clients_are_not_drawn(found):
     """Where the baseline's clients are others, the method is named and left out."""
     others = [changed(run, partition="iid") if run.method == "reptile" else run for run in found]
     over, notes = gains(group(others)[0], "fedavg")
-    assert [gain.group.method for gain in over] == ["reptile+metavd+dp"]
+    assert [gain.group.method for gain in over] == ["reptile+metavd+drop"]
     assert len(notes) == 1
     assert tasks(others) == 2
     assert tasks(found) == 1

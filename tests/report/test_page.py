@@ -77,12 +77,12 @@ def test_the_command_on_the_page_repeats_the_run(page, runs, tmp_path, monkeypat
     lines = html.unescape(re.search(r'<pre id="commands">(.*?)</pre>', page.read_text(), re.DOTALL)[1]).split("\n")
     lines = [line for line in lines if line.strip()]
     assert len(lines) == 4
-    program, *arguments = shlex.split(next(line for line in lines if "reptile+metavd+dp/seed-1" in line))
+    program, *arguments = shlex.split(next(line for line in lines if "reptile+metavd+drop/seed-1" in line))
     assert program == "metavd"
     monkeypatch.chdir(tmp_path)
     main(arguments)
     again = json.loads((tmp_path / arguments[-1] / "result.json").read_text())
-    before = json.loads((runs / "reptile+metavd+dp" / "seed-1" / "result.json").read_text())
+    before = json.loads((runs / "reptile+metavd+drop" / "seed-1" / "result.json").read_text())
     assert again["model_sha256"] == before["model_sha256"]
 
 
@@ -164,5 +164,5 @@ def test_runs_of_different_tasks_are_not_passed_off_as_comparable(runs, one, tmp
     notes = write_report([runs / "fedavg", one], tmp_path / "page.html")
     assert notes == ["These runs do not all have the same data and clients; compare only those that do."]
     text = (tmp_path / "page.html").read_text()
-    assert "reptile+metavd+dp (partition=iid)" in text
+    assert "reptile+metavd+drop (partition=iid)" in text
     assert "No other method was run on the same clients as fedavg." in text

@@ -14,9 +14,9 @@ FILES = ("config.toml", "rounds.jsonl", "clients.csv", "details.json")
 
 def test_a_sound_run_has_all_its_parts(runs):
     """Nothing is noted; counts agree between the files."""
-    run = read_run(runs / "reptile+metavd+dp" / "seed-1")
+    run = read_run(runs / "reptile+metavd+drop" / "seed-1")
     assert run.notes == ()
-    assert (run.method, run.data, run.seed) == ("reptile+metavd+dp", "digits", 1)
+    assert (run.method, run.data, run.seed) == ("reptile+metavd+drop", "digits", 1)
     assert len(run.clients) == 11
     assert [client.unseen for client in run.clients] == [False] * 8 + [True] * 3
     assert len(run.rounds) == 4

@@ -18,9 +18,10 @@ from metavd.core.types import NonFiniteError
 from metavd.data.partition import PartitionError
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import load_checkpoint, state_hash
-from metavd.methods import MethodError
-from metavd.runs.run import InterruptedRun, Silent, evaluate, module_for, prepare, run, start
-from metavd.runs.settings import Experiment, SpecError
+from metavd.errors import SpecError
+from metavd.models import module_for
+from metavd.runs.run import InterruptedRun, Silent, evaluate, prepare, run, start
+from metavd.runs.settings import Experiment
 from metavd.runs.store import StoreError
 
 TINY = {"clients": 4, "unseen": 2, "cohort": 2, "rounds": 3, "width": 8, "test_share": 0.9, "method": "fedavg"}
@@ -322,13 +323,13 @@ def test_networks_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"method": "nope"}, MethodError),
+        ({"method": "nope"}, SpecError),
         ({"nope": 1}, SpecError),
         ({"cohort": 9}, SpecError),
         ({"partition": "nope"}, PartitionError),
         ({"clients": 2000, "cohort": 2}, PartitionError),
-        ({"method": "fedavg+vd", "layers": "nope"}, MethodError),
-        ({"method": "fedbe", "server_share": 0}, MethodError),
+        ({"method": "fedavg+vd", "layers": "nope"}, SpecError),
+        ({"method": "fedbe", "server_share": 0}, SpecError),
         ({"model": "cnn", "data": "digits", "width": -1}, SpecError),
     ],
 )

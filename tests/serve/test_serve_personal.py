@@ -20,10 +20,10 @@ from torch import nn
 from metavd.data.cohort import pool
 from metavd.data.source import Source, arrays, digits
 from metavd.engine.backend import loop
+from metavd.errors import SpecError
 from metavd.evaluate.metrics import ClientResult
 from metavd.evaluate.personal import answers
 from metavd.runs.run import run
-from metavd.runs.settings import SpecError
 from metavd.serve import export
 from metavd.serve import personal as use
 from metavd.serve.personal import Personal, Trained, open_run, personalize, personalize_each
@@ -45,7 +45,7 @@ METHODS = {
     "reptile": {},
     "perfedavg": {"model": "small-cnn", "width": 4},
     "reptile+metavd": {"predict": "draws"},
-    "reptile+metavd+dp": {"threshold": 0.1},
+    "reptile+metavd+drop": {"threshold": 0.1},
     "maml+metavd": {"predict": "draws", "newcomer": "fit"},
     "fedavg+dropout": {},
     "fedbe": {},
@@ -192,7 +192,7 @@ def test_uncertainty_has_its_ranges_and_its_draws(runs: Runs) -> None:
 
 def test_answers_at_the_mean_stay_there(runs: Runs) -> None:
     """Where the run answers at the posterior mean, draws give the information and leave the probabilities alone."""
-    own = personalize(runs("reptile+metavd+dp"), client=0)
+    own = personalize(runs("reptile+metavd+drop"), client=0)
     said, more = own.predict(digits().x[:50]), own.predict(digits().x[:50], samples=9)
     np.testing.assert_array_equal(said.probs, more.probs)
     assert said.mutual_information is not None
@@ -487,7 +487,7 @@ def code_of(page: Path) -> str:
     return block
 
 
-@pytest.mark.parametrize("method", ["reptile+metavd", "reptile+metavd+dp"])
+@pytest.mark.parametrize("method", ["reptile+metavd", "reptile+metavd+drop"])
 def test_onnx_answers_as_the_model_does(
     runs: Runs, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,7 +511,7 @@ def test_onnx_answers_as_the_model_does(
     assert all(word in text for word in (method, "| licence | CC0-1.0 |", "ece_top1", "| unseen |", "## Limits"))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd+dp", "reptile+snip"])
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd+drop", "reptile+snip"])
 def test_safetensors_load_into_a_plain_network(
     runs: Runs, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metavd.errors import SpecError
 from metavd.runs.run import Silent
-from metavd.runs.settings import Experiment, SpecError
+from metavd.runs.settings import Experiment
 from metavd.runs.store import StoreError
 from metavd.studies.compare import COLUMNS, cell, compare, markdown, summarize_runs, value_at
 

@@ -15,9 +15,8 @@ import pytest
 
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
-from metavd.methods import MethodError
+from metavd.errors import SpecError
 from metavd.runs.run import InterruptedRun, Silent
-from metavd.runs.settings import SpecError
 from metavd.runs.store import Store
 from metavd.studies import paper
 from metavd.studies.paper import PaperError, identity, plan, protocol, read, report, run_missing, settings_of, table
@@ -146,10 +145,10 @@ def test_overrides_from_a_file(tmp_path: Path) -> None:
         ({"seeds": 0}, PaperError, "seeds is 0, but must be a number from 1 on"),
         ({"seeds": [1, 1]}, PaperError, "different seeds"),
         ({"seeds": [-1]}, SpecError, "seed is -1"),
-        ({"overrides": {"reptil": {}}}, MethodError, "unknown method 'reptil'"),
+        ({"overrides": {"reptil": {}}}, SpecError, "unknown method 'reptil'"),
         ({"overrides": {"maml": {"betta": 1}}}, PaperError, "the overrides for maml set 'betta'"),
         ({"overrides": {"maml": {"beta": 1}}}, PaperError, "the overrides for maml set 'beta'"),
-        ({"overrides": {"maml": {"lr": -1}}}, MethodError, "option lr is -1"),
+        ({"overrides": {"maml": {"lr": -1}}}, SpecError, "lr is -1"),
         ({"overrides": {"maml": {"rounds": 0}}}, SpecError, "rounds is 0"),
         ({"overrides": {"maml": {"seed": 1}}}, PaperError, "set 'seed'"),
         ({"overrides": {"maml@a@b@c": {}}}, PaperError, "a name is METHOD, METHOD@DATA or METHOD@DATA@PARTITION"),

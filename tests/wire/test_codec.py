@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from metavd import methods, wire
 from metavd.core import rng
-from metavd.core.model import from_module, mlp, xavier
+from metavd.core.model import from_module, xavier
 from metavd.core.types import Update
 from metavd.data.cohort import TRAIN, batches, choose, pool
 from metavd.data.formats import load
@@ -24,6 +24,7 @@ from metavd.data.partition import Federation
 from metavd.engine.backend import loop
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import simulate
+from metavd.models.mlp import mlp
 from metavd.tree import stack
 from metavd.wire import WireError, codec, counted, decode, encode
 
@@ -538,9 +539,9 @@ def over_the_wire(algorithm, data, state, rounds, cohort, *, order):
     [
         "fedavg",
         "reptile+metavd",
-        "reptile+metavd+dp",
-        "maml+metavd+dp",
-        "perfedavg+metavd+dp",
+        "reptile+metavd+drop",
+        "maml+metavd+drop",
+        "perfedavg+metavd+drop",
         "fedavg+snip",
         "reptile+ensemblevd",
     ],
@@ -565,5 +566,5 @@ def test_a_federation_over_the_wire_is_the_simulation(name, dtype):
     *_, (wanted, record) = simulate(algorithm, data, state, rounds=4, cohort=3, backend=loop)
     found = over_the_wire(algorithm, data, state, 4, 3, order=lambda clients: clients[::-1])
     assert state_hash(found) == state_hash(wanted)
-    if name.endswith(("+dp", "+snip")):
+    if name.endswith(("+drop", "+snip")):
         assert record.up < record.dense_up

@@ -7,7 +7,8 @@ import torch
 
 from metavd import methods, wire
 from metavd.core import rng
-from metavd.core.model import cnn, from_module
+from metavd.core.model import from_module
+from metavd.models.cnn import cnn
 
 
 def params(mask, *, spread=True, dtype=torch.float32):
@@ -112,8 +113,8 @@ def test_snip_at_seventy_percent(paper):
 
 
 def test_dropped_weights_take_their_spreads_along(paper):
-    """reptile+metavd+dp: a dropped weight saves 8 bytes up; 80 % of the layer is 6.8 % of the model."""
-    tree = paper("reptile+metavd+dp", hyper_width=2, drop_from=0)
+    """reptile+metavd+drop: a dropped weight saves 8 bytes up; 80 % of the layer is 6.8 % of the model."""
+    tree = paper("reptile+metavd+drop", hyper_width=2, drop_from=0)
     kept = round(0.2 * 32_768)
     tree["fc1.mask"] = first(kept, (128, 256)).float()
     found = wire.traffic(tree)

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from ..errors import UserError
 from ..runs.provenance import provenance
 from ..runs.settings import Experiment, with_settings
 from ..studies.side import sharing
@@ -44,7 +45,7 @@ _CLOSE, _MORE = 1.25, 2
 is as large as such a difference."""
 
 
-class BenchError(ValueError):
+class BenchError(UserError):
     """Why nothing can be measured as asked, in one sentence that says what would be right."""
 
 

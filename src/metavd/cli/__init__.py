@@ -1,4 +1,7 @@
-"""The command line: reads argv, calls the rest. The only place that knows about terminals and exit statuses."""
+"""The command line: reads argv, calls the rest. The only place that knows about terminals and exit statuses.
+
+A command imports what it runs when it runs, so that every --help answers at once.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,7 @@ from collections.abc import Sequence
 
 import click
 
-from ..bench.measure import BenchError
-from ..core.types import NonFiniteError
-from ..data.cohort import ParticipationError
-from ..data.partition import PartitionError
-from ..data.source import SourceError
-from ..flower.config import FailedRunError, FederationError
-from ..methods import MethodError
-from ..report.read import ReportError
-from ..runs.run import InterruptedRun
-from ..runs.settings import SpecError
-from ..runs.store import StoreError
-from ..runs.track import TrackError
-from ..studies.paper import PaperError
-from ..studies.tables import TableError
-from ..studies.tune import TuneError
+from ..errors import FailedError, UserError
 from ..version import VERSION
 from .bench import bench_command
 from .catalogue import datasets_command, methods_command
@@ -36,23 +25,6 @@ from .terminal import Reporter
 from .train import compare_command, run_command, show_command
 from .tune import tune_command
 from .use import export_command, personalize_command, predict_command
-
-WRONG_INPUT = (
-    MethodError,
-    SourceError,
-    PartitionError,
-    ParticipationError,
-    SpecError,
-    StoreError,
-    PaperError,
-    TableError,
-    TuneError,
-    TrackError,
-    ReportError,
-    BenchError,
-    FederationError,
-)
-"""What is the user's to mend: one sentence, exit status 2."""
 
 
 @click.group(
@@ -99,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
-    except WRONG_INPUT as error:
+    except UserError as error:
         _fail(str(error), 2)
-    except (InterruptedRun, NonFiniteError, FailedRunError) as error:
+    except FailedError as error:
         _fail(str(error), 1)
     except (click.Abort, KeyboardInterrupt):
         _fail("stopped", 1)

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import click
-import torch
-from rich.table import Table
 
 from .terminal import Reporter, console, settings_of
 
@@ -57,8 +55,11 @@ def bench_command(
     Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
     clients and the network. Close everything else first: the machine is used whole.
     """
-    from ..bench.measure import BenchError, bench  # noqa: PLC0415 (torch's counters and matplotlib take a second)
-    from ..bench.page import check_place, store_figures, table, write_page  # noqa: PLC0415
+    import torch
+    from rich.table import Table
+
+    from ..bench.measure import BenchError, bench
+    from ..bench.page import check_place, store_figures, table, write_page
 
     used = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     store = Path(place) if place else (Path(_STORE) / f"bench-{used}.json" if page or render else None)

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from rich.table import Table
 
 from .. import methods as catalogue
-from ..data.formats import FORMATS
-from ..runs.settings import FROM_DATA, HELP, Experiment
+from ..runs.settings import SETTINGS
+from ..schema import Option
 from .terminal import console
 
 
@@ -21,10 +20,14 @@ from .terminal import console
 def methods_command(name: str | None, as_json: bool) -> None:
     """List every method, or everything about NAME: options, defaults, the paper's search space."""
     chosen = [catalogue.check(name)] if name else list(catalogue.NAMES)
+    for sentence in catalogue.REGISTRY.broken:
+        click.echo(f"metavd: {sentence}", err=True)
     described = [catalogue.describe(each) for each in chosen]
     if as_json:
         click.echo(json.dumps(described, indent=2))
         return
+    from rich.table import Table
+
     out = console()
     if name:
         about = described[0]
@@ -35,9 +38,8 @@ def methods_command(name: str | None, as_json: bool) -> None:
                           ", ".join(f"{value:g}" for value in option.get("search", ())))  # fmt: skip
         out.print(table)
         table = Table("setting", "default", "of every run, for --set as well")
-        for setting, meaning in HELP.items():
-            default = "the dataset's" if setting in FROM_DATA else _text(getattr(Experiment(), setting))
-            table.add_row(setting, default, meaning)
+        for each in SETTINGS.values():
+            table.add_row(each.name, "the dataset's" if each.from_data is not None else _text(each.default), each.help)
         out.print(table)
         return
     table = Table("method", "what it is", "paper")
@@ -45,14 +47,14 @@ def methods_command(name: str | None, as_json: bool) -> None:
         table.add_row(about["name"], about["text"], about["paper"])
     out.print(table)
     table = Table("part of a method", "its options = defaults, and in braces what the paper searched")
-    for sign, entries in (("", catalogue.BASES), ("+", catalogue.REGULARISERS), ("+", catalogue.EXTRAS)):
-        for part, entry in entries.items():
-            table.add_row(sign + part, ", ".join(_brief(option) for option in entry.options))
+    for kind in ("base", "regulariser", "extra"):
+        for entry in catalogue.entries(kind).values():
+            table.add_row(entry.sign, ", ".join(_brief(option) for option in entry.options.values()))
     out.print(table)
     click.echo("metavd methods NAME explains a method's options; metavd methods --json shows everything.")
 
 
-def _brief(option: catalogue.Option) -> str:
+def _brief(option: Option) -> str:
     searched = option.search and f" {{{option.search[0]:g}..{option.search[-1]:g}}}"
     return f"{option.name}={_text(option.default)}{searched or ''}"
 
@@ -79,6 +81,8 @@ def _given(value: object) -> str:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def datasets_command(as_json: bool) -> None:
     """List the datasets, their options and the settings that each brings."""
+    from ..data.formats import FORMATS
+
     if as_json:
         rows = [
             {
@@ -89,6 +93,8 @@ def datasets_command(as_json: bool) -> None:
         ]  # fmt: skip
         click.echo(json.dumps(rows, indent=2))
         return
+    from rich.table import Table
+
     table = Table("dataset", "what it is", "its options = defaults", "settings that it brings", show_lines=True)
     for info in FORMATS.values():
         brings = ", ".join(f"{key}={value}" for key, value in info.defaults.items()) or "what suits its content"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
-from ..data import formats
-from ..data.collection import load
-from ..data.partition import Federation, describe
-from ..runs.run import complete, deal
-from .terminal import Reporter, console, experiment_of, how, settings_of, where, words
+from .terminal import Reporter, console, experiment_of, how, setting, settings_of, where, words
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+    from rich.table import Table
+
+    from ..data.partition import Federation
 
 
 @click.group("data")
@@ -29,6 +29,10 @@ def data_group() -> None:
               help="Folder to put the files into.")  # fmt: skip
 def fetch_command(name: str, root: str) -> None:
     """Download dataset NAME from its official place; sizes and checksums are verified, a broken download goes on."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from ..data import formats
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=Reporter().err, transient=True)
     tasks: dict[str, TaskID] = {}
@@ -54,6 +58,8 @@ def check_command(path: str) -> None:
 
     The exit status is 2 if something is wrong or nothing was found.
     """
+    from ..data import formats
+
     report = formats.check(path)
     click.echo(str(report) or f"{path}: no dataset was found here; metavd datasets lists what is known.")
     if not report.ok:
@@ -63,7 +69,7 @@ def check_command(path: str) -> None:
 @data_group.command("show")
 @click.argument("given_words", nargs=-1, metavar="[KEY=VALUE]...")
 @where
-@click.option("--partition", metavar="P", help="Who gets which rows, such as dirichlet:0.5. [default: the dataset's]")
+@setting("partition", "P")
 @how
 @click.option("--out", type=click.Path(dir_okay=False), metavar="F.png", help="Draw the clients, as PNG, SVG or PDF.")
 @click.option("--json", "as_json", is_flag=True, help="The statistics, for programs.")
@@ -72,6 +78,10 @@ def show_command(
     **given: Any,
 ) -> None:  # fmt: skip
     """Show who would hold what: sizes and labels of the clients, and how far their test rows differ."""
+    from ..data.collection import load
+    from ..data.partition import describe
+    from ..runs.run import complete, deal
+
     names, more = words(given_words)
     if names:
         raise click.UsageError(f"data show takes settings such as clients=20, but got {names[0]!r}")
@@ -80,7 +90,7 @@ def show_command(
     federation = deal(complete(experiment, data), data)
     about = describe(federation)
     if out is not None:
-        from ..report.clients import draw_clients  # noqa: PLC0415 (matplotlib takes a second)
+        from ..report.clients import draw_clients
 
         draw_clients(federation, Path(out))
     if as_json:
@@ -92,6 +102,8 @@ def show_command(
 
 
 def _table(federation: Federation, about: dict[str, Any]) -> Table:
+    from rich.table import Table
+
     source = federation.source
     shape = " x ".join(str(length) for length in source.x.shape[1:])
     title = f"{source.name}: {len(source.y):,} rows of {shape}, {source.num_classes} classes"

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.live import Live
-from rich.table import Table
 
 from .. import methods as catalogue
-from ..flower.config import APP, FailedRunError, FederationError, app_toml, plan
-from ..runs.store import Store
-from ..serve.export import need
+from ..errors import UserError
 from .terminal import Reporter
 from .train import print_results
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..flower.local import Local
 
 _PORT = 8000
@@ -44,6 +42,8 @@ def federate_group() -> None:
 
 
 def _ready() -> None:
+    from ..serve.export import need
+
     need("flwr", "flower", "metavd federate")
 
 
@@ -53,7 +53,7 @@ def _ready() -> None:
 @federate_group.command("demo")
 @click.option("--nodes", type=click.IntRange(1, 50), default=3, show_default=True, help="Clients, two processes each.")
 @click.option("--rounds", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Communication rounds.")
-@click.option("--method", default="reptile+metavd+dp", show_default=True, help="See metavd methods.")
+@click.option("--method", default="reptile+metavd+drop", show_default=True, help="See metavd methods.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
 @click.option("--set", "text", default=None, metavar="TEXT", help="Options of the method, such as 'beta=2 lr=0.05'.")
 @click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]")
@@ -67,10 +67,13 @@ def demo_command(
     results stay.
     """
     _ready()
+    from ..flower.config import FailedRunError, plan
+    from ..runs.store import Store
+
     method = catalogue.check(method)
     folder = Path(out) if out else Path("runs") / time.strftime("federation-%Y%m%d-%H%M%S")
     if folder.exists() and any(folder.iterdir()):
-        raise FederationError(f"the folder {folder} is not empty; name a new one")
+        raise UserError(f"the folder {folder} is not empty; name a new one")
     chosen = text if text is not None else _shown(method, rounds)
     config = {
         "method": method, "set": f"unseen=0 {chosen}".strip(), "rounds": rounds, "seed": seed, "clients": nodes,
@@ -80,7 +83,7 @@ def demo_command(
     plan(config)  # wrong input is found before anything is started
     reporter = Reporter()
     began = time.monotonic()
-    from ..flower.local import federation  # noqa: PLC0415 - cryptography takes a moment
+    from ..flower.local import federation
 
     if insecure:
         reporter.note("insecure mode: no TLS, no keys; use it on this machine alone")
@@ -97,7 +100,7 @@ def demo_command(
             look()
         if not Store(folder).is_finished():
             raise FailedRunError(_why(local))
-    from ..report.page import write_report  # noqa: PLC0415 - matplotlib takes a second
+    from ..report.page import write_report
 
     notes = write_report([folder], folder / "report.html", command="metavd federate demo")
     for note in notes:
@@ -108,7 +111,7 @@ def demo_command(
 
 def _shown(method: str, rounds: int) -> str:
     """Return options with which a few rounds show what the method does: dropped weights from the second half on."""
-    return f"rate=0.5 drop_from={rounds // 2}" if method.endswith("+dp") else ""
+    return f"rate=0.5 drop_from={rounds // 2}" if catalogue.traits(method).drops_from is not None else ""
 
 
 def _start(local: Local, nodes: int, reporter: Reporter) -> None:
@@ -132,6 +135,10 @@ def _why(local: Local) -> str:
 @contextmanager
 def _watching(folder: Path, rounds: int, reporter: Reporter) -> Iterator[Any]:
     """Show the rounds that are finished: a table that grows on a terminal, lines elsewhere."""
+    from rich.live import Live
+
+    from ..runs.store import Store
+
     store, shown = Store(folder), 0
     if not reporter.err.is_terminal:
 
@@ -165,6 +172,8 @@ def _cells(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
+    from rich.table import Table
+
     waiting = "" if len(records) >= rounds else "; the next one is under way" if records else "; clients are starting"
     table = Table(title=f"{len(records)} of {rounds} rounds{waiting}", title_justify="left")
     blank = {"round": 0, "cohort": [], "loss": None, "down": 0, "up": 0, "seconds": 0.0}
@@ -186,7 +195,7 @@ def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
 def certificates_command(*, folder: str, hosts: tuple[str, ...], days: int) -> None:
     """Make the server's certificate in DIR, and, where there is none yet, the authority that signs it."""
     _ready()
-    from ..flower import security  # noqa: PLC0415
+    from ..flower import security
 
     place = Path(folder)
     security.certificates(
@@ -200,7 +209,7 @@ def certificates_command(*, folder: str, hosts: tuple[str, ...], days: int) -> N
 def key_command(path: str) -> None:
     """Make a site's key: FILE stays at the site, FILE.pub goes to the server."""
     _ready()
-    from ..flower import security  # noqa: PLC0415
+    from ..flower import security
 
     public = security.node_key(Path(path))
     click.echo(f"{path} stays here; on the server: flwr supernode register {public.name} NAME-OF-THE-SUPERLINK")
@@ -213,12 +222,13 @@ def key_command(path: str) -> None:
 def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
     _ready()
-    from ..flower import registry, security  # noqa: PLC0415
+    from ..flower import registry, security
+    from ..runs.store import Store
 
     store = Store(Path(folder))
     path = store.folder / registry.FILE
     if not path.exists():
-        raise FederationError(f"{folder} holds no federation's run; name the folder out of its run config")
+        raise UserError(f"{folder} holds no federation's run; name the folder out of its run config")
     with store.lock():
         known = registry.rekeyed(registry.load(path), name, registry.by_key(security.fingerprint(Path(public))))
         registry.save(path, known)
@@ -232,22 +242,24 @@ def rekey_command(*, folder: str, name: str, public: str) -> None:
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
     """Write the Flower app that `flwr run DIR/metavd-app` starts: a run config, every key explained, and no code."""
+    from ..flower.config import APP, app_toml
+
     place = Path(folder) / APP
     place.mkdir(parents=True, exist_ok=True)
     (place / "pyproject.toml").write_text(app_toml())
     click.echo(place)
     if superlink is not None:
         _ready()
-        from ..flower.local import connection  # noqa: PLC0415
-        from ..flower.security import CA  # noqa: PLC0415
+        from ..flower.local import connection
+        from ..flower.security import CA
 
         if not insecure and certificates is None:
-            raise FederationError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
+            raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
         authority = None if insecure else (Path(str(certificates)) / CA).resolve()
         home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
         home.mkdir(parents=True, exist_ok=True)
         if (home / "config.toml").exists():
-            raise FederationError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
+            raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
         (home / "config.toml").write_text(connection(superlink, authority))
         click.echo(home / "config.toml")
 
@@ -265,20 +277,20 @@ def link_command(*, certificates: str | None, host: str, port: int, database: st
     Runs are started and nodes registered from this machine alone, with flwr.
     """
     _ready()
-    from ..flower import link, security  # noqa: PLC0415
+    from ..flower import link, security
 
     arguments = ["--host", host, "--port", str(port), "--database", str(Path(database).resolve())]
     if insecure:
         Reporter().note("insecure mode: no TLS, no keys; whoever reaches the port may join and read everything")
         arguments.append("--insecure")
     elif certificates is None:
-        raise FederationError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
+        raise UserError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
     else:
         names = {"ca-certfile": security.CA, "certfile": security.SERVER, "keyfile": security.SERVER_KEY}
         for option, name in names.items():
             path = Path(certificates).resolve() / name
             if not path.exists():
-                raise FederationError(f"{path} is not there; make it with metavd federate certificates")
+                raise UserError(f"{path} is not there; make it with metavd federate certificates")
             arguments += [f"--ssl-{option}", str(path)]
         arguments.append("--enable-supernode-auth")
     _quiet(1.0)
@@ -307,9 +319,9 @@ def node_command(
 ) -> None:  # fmt: skip
     """Take part with data that stays here: a Flower SuperNode that runs metavd's code and nobody else's."""
     _ready()
-    from ..flower import warm  # noqa: PLC0415
-    from ..flower.local import node_config  # noqa: PLC0415
-    from ..flower.site import look  # noqa: PLC0415
+    from ..flower import warm
+    from ..flower.local import node_config
+    from ..flower.site import look
 
     values: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
     if no_train:
@@ -326,7 +338,7 @@ def node_command(
         Reporter().note("insecure mode: what is sent can be read and changed on its way")
         arguments.append("--insecure")
     elif authority is None or key is None:
-        raise FederationError("a node needs --authority ca.crt and --key FILE (see metavd federate key), or --insecure")
+        raise UserError("a node needs --authority ca.crt and --key FILE (see metavd federate key), or --insecure")
     else:
         arguments += ["--root-certificates", authority, "--auth-supernode-private-key", key]
     _quiet(poll)
@@ -335,8 +347,8 @@ def node_command(
 
 def _quiet(poll: float) -> None:
     """Let Flower report to nobody and install nothing, unless the operator has said otherwise."""
-    from ..flower.local import QUIET  # noqa: PLC0415
-    from ..flower.warm import POLL  # noqa: PLC0415
+    from ..flower.local import QUIET
+    from ..flower.warm import POLL
 
     for name, value in {**QUIET, POLL: str(poll)}.items():
         os.environ.setdefault(name, value)

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
-from ..studies import halving
-from ..studies.side import jobs_for
-from ..studies.tune import VALID, TuneError
+from ..errors import SpecError
 from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, words
 from .tune import searched_of
 
@@ -58,11 +55,15 @@ def tune_all_command(
     Every method has the same number of trials and rounds. Test rows and unseen clients are taken out before anybody
     trains.
     """
+    from ..studies import halving
+    from ..studies.side import jobs_for
+    from ..studies.tune import VALID
+
     names, more = words(given_words)
     fixed = [*pairs, *more]
     settings = {"valid": VALID, "valid_clients": 10} | settings_of(config, fixed, given)
     if not names:
-        raise TuneError("tune-all needs at least one method, for example metavd tune-all fedavg reptile+metavd")
+        raise SpecError("tune-all needs at least one method, for example metavd tune-all fedavg reptile+metavd")
     plan = halving.Halving(trials, _rungs(rungs))
     experiments = [experiment_of(settings, name) for name in names]
     reporter = Reporter()
@@ -82,11 +83,15 @@ def _rungs(text: str) -> tuple[int, ...]:
     except ValueError:
         rungs = ()
     if not rungs or rungs[0] < 1 or list(rungs) != sorted(set(rungs)):
-        raise TuneError(f"rungs is {text!r}, but must be rising numbers of rounds, such as 100,300,1000")
+        raise SpecError(f"rungs is {text!r}, but must be rising numbers of rounds, such as 100,300,1000")
     return rungs
 
 
 def _print(store: str) -> None:
+    from rich.table import Table
+
+    from ..studies import halving
+
     table = Table(title="chosen on validation rows and clients", title_justify="left")
     for heading in ("study", "method", "accuracy", "settings"):
         table.add_column(heading)

@@ -6,15 +6,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
-from ..studies import paper
-from ..studies.paper import Answer, Compared, PaperError, Protocol, Run, View
-from ..studies.tables import MEASURES, cells, get, tables
 from .terminal import Reporter, at_once, console
+
+if TYPE_CHECKING:
+    from ..studies.paper import Answer, Compared, Plan, Protocol, Run, View
 
 STORE = "results/paper.jsonl"
 PAGE = "docs/paper.md"
@@ -60,6 +59,9 @@ def paper_command(
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
+    from ..studies import paper
+    from ..studies.tables import get, tables
+
     chosen = paper.overrides_from(Path(overrides)) if overrides else None
     how = paper.protocol(
         scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds
@@ -85,7 +87,8 @@ def paper_command(
 
 
 def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter: Reporter) -> None:
-    from ..report.paper import draw_paper  # noqa: PLC0415 (matplotlib takes a second)
+    from ..report.paper import draw_paper
+    from ..studies import paper
 
     views = [paper.table(name, store, how=how) for name in names]
     folder = out.with_name(f"{out.stem}_files")
@@ -98,6 +101,8 @@ def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter
 def _run(
     names: Sequence[str], store: str, part: dict[str, Any], reporter: Reporter, *, runtime: dict[str, Any], **how: Any
 ) -> None:
+    from ..studies import paper
+
     def progress(run: Run, number: int, total: int) -> None:
         reporter.stop()
         reporter.note(f"{number} of {total}: {', '.join(run.cells)}")
@@ -108,10 +113,15 @@ def _run(
     finally:
         reporter.stop()
     if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
-        raise PaperError(outcome.refused[0][1])
+        raise paper.PaperError(outcome.refused[0][1])
 
 
 def _print_list(names: Sequence[str], store: str, how: Protocol, reporter: Reporter, *, in_full: bool) -> None:
+    from rich.table import Table
+
+    from ..studies import paper
+    from ..studies.tables import cells, get
+
     table = Table("table", "what it is", "cells", "runs done")
     for name in names:
         shown = get(name)
@@ -124,13 +134,17 @@ def _print_list(names: Sequence[str], store: str, how: Protocol, reporter: Repor
     console().print(table)
 
 
-def _print_plan(plan: paper.Plan) -> None:
+def _print_plan(plan: Plan) -> None:
     for run in plan.missing:
         click.echo(f"{run.settings.get('method', 'no training')}, seed {run.settings['seed']}: {', '.join(run.cells)}")
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
 
 
 def _print_view(view: View) -> None:
+    from rich.table import Table
+
+    from ..studies.tables import MEASURES
+
     out = console()
     for column in dict.fromkeys(answer.cell.column for answer in view.answers):
         title = f"{view.table.name}, {column}: {view.table.title}"

@@ -28,8 +28,8 @@ def report_command(
     The page needs no network and no other file: tables, learning curves, calibration, clients, dropout rates, cost,
     and how to repeat every run.
     """
-    from ..report.page import write_report  # noqa: PLC0415 (matplotlib takes a second)
-    from ..report.tuning import is_study, write_study  # noqa: PLC0415
+    from ..report.page import write_report
+    from ..report.tuning import is_study, write_study
 
     places = [Path(folder) for folder in folders]
     page = Path(out) if out else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))

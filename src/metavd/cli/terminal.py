@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from .. import methods as catalogue
-from ..engine.simulate import Record
-from ..runs.settings import Experiment, SpecError, from_toml, with_settings
+from ..errors import SpecError
+from ..runs.settings import SETTINGS, Experiment, from_toml, with_settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from ..engine.simulate import Record
 
 _WIDE = 120
 """Columns of a table that does not go to a terminal."""
@@ -24,6 +28,8 @@ _SILENCE = 30.0
 
 def console() -> Console:
     """Return standard output, wide enough for tables where it is no terminal."""
+    from rich.console import Console
+
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=_WIDE)
 
@@ -35,6 +41,8 @@ class Reporter:
     """Whether the person wants to stop. Python drops an interrupt that meets it in a callback; this word stays."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+
         self.err = Console(stderr=True, highlight=False)
         self.bar: Progress | None = None
         self.task: TaskID | None = None
@@ -51,6 +59,8 @@ class Reporter:
         self.began = self.said = time.monotonic()
         title = f"{experiment.method} on {experiment.data}, seed {experiment.seed}"
         if self.err.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             self.bar = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(), console=self.err, transient=True,
@@ -139,16 +149,22 @@ def adding(*options: Decorator) -> Decorator:
     return add
 
 
-where = adding(
-    click.option("--data", metavar="NAME", help="Dataset, or several joined by +; see metavd datasets. "
-                 "[default: digits]"),
-    click.option("--root", envvar="METAVD_DATA", metavar="DIR",
-                 help="Folder with the datasets' files. [default: METAVD_DATA, else data]"),
-)  # fmt: skip
+def setting(name: str, metavar: str, default: str = "", **more: Any) -> Decorator:
+    """Return the option of a command that sets a setting of the experiment, described as the setting is."""
+    about = SETTINGS[name]
+    kind = type(about.default)
+    shown = default or ("the dataset's" if about.from_data is not None else str(about.default))
+    text = f"{about.help[0].upper()}{about.help[1:]}. [default: {shown}]"
+    return click.option(
+        f"--{name.replace('_', '-')}", name, type=kind, default=None, metavar=metavar, help=text, **more
+    )
+
+
+where = adding(setting("data", "NAME"), setting("root", "DIR", "METAVD_DATA, else data", envvar="METAVD_DATA"))
 """Which data is meant and where it lies."""
 
 how = adding(
-    click.option("--seed", type=int, metavar="S", help="Seed of everything random. [default: 0]"),
+    setting("seed", "S"),
     click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, as config.toml."),
     click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
                  help="Any setting or option of the method, for example --set beta=2; repeatable."),
@@ -158,9 +174,9 @@ how = adding(
 shared = adding(
     where,
     how,
-    click.option("--rounds", type=int, metavar="N", help="Communication rounds. [default: the dataset's]"),
+    setting("rounds", "N"),
     click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
-    click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]"),
+    setting("device", "D"),
 )
 """What `run` and `compare` share."""
 

@@ -7,27 +7,26 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from .. import methods as catalogue
-from ..data.collection import Collection, load
-from ..runs.run import complete, run
-from ..runs.settings import Experiment, SpecError, spec_hash
-from ..runs.store import Store
-from ..runs.track import TRACKERS, both
-from ..studies.compare import COLUMNS, cell, compare
+from ..errors import SpecError
+from ..schema import nearest
 from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, words
+
+if TYPE_CHECKING:
+    from ..data.collection import Collection
+    from ..runs.settings import Experiment
 
 
 @click.command("run")
 @click.argument("given_words", nargs=-1, metavar="[METHOD] [KEY=VALUE]...")
 @shared
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.")
-@click.option("--track", multiple=True, type=click.Choice(sorted(TRACKERS)),
-              help="Also tell this program how the run goes; repeatable.")  # fmt: skip
+@click.option("--track", multiple=True, metavar="PROGRAM",
+              help="Also tell this program, such as tensorboard, how the run goes; repeatable.")  # fmt: skip
 @click.option(
     "--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]"
 )
@@ -39,9 +38,17 @@ def run_command(
 
     Without METHOD: reptile+metavd, and fedavg under the same conditions beside it.
     """
+    from ..data.collection import load
+    from ..runs.run import complete, run
+    from ..runs.store import Store
+    from ..runs.track import TRACKERS, both
+
     names, more = words(given_words)
     if len(names) > 1:
         raise SpecError(f"run takes one method, but got {' and '.join(names)}; metavd compare takes several")
+    for name in track:
+        if name not in TRACKERS:
+            raise SpecError(f"--track is {name!r}; {nearest(name, sorted(TRACKERS))}")
     method = names[0] if names else None
     if resume and out and not config and not method and Store(Path(out)).is_run():
         config = str(Store(Path(out)).config)  # an unfinished run knows what it is
@@ -74,6 +81,9 @@ def run_command(
 
 def default_folder(experiment: Experiment, data: Collection) -> Path:
     """Return runs/DATA-METHOD-sSEED-HASH: the same run always has the same folder."""
+    from ..runs.run import complete
+    from ..runs.settings import spec_hash
+
     e = complete(experiment, data)
     name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]  # paths and options of the data in a form that folders can have
     return Path("runs") / f"{name}-{e.method}-s{e.seed}-{spec_hash(e)[:6]}"
@@ -93,6 +103,10 @@ def compare_command(
 
     METHOD may be the one word all. Finished runs in DIR are read, not run again; unfinished ones go on.
     """
+    from rich.table import Table
+
+    from ..studies.compare import COLUMNS, cell, compare
+
     methods, more = words(given_words)
     if not methods:
         raise SpecError("compare needs at least one method, for example metavd compare fedavg reptile+metavd")
@@ -119,6 +133,8 @@ def compare_command(
 @click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
 def show_command(folders: tuple[str, ...]) -> None:
     """Show the result of finished runs again."""
+    from ..runs.store import Store
+
     print_results([Store(Path(folder)).read_result() for folder in folders])
 
 
@@ -137,6 +153,8 @@ _ROWS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Any], str], ...] = (
 
 def print_results(results: Sequence[Mapping[str, Any]]) -> None:
     """Print what a newcomer wants to know of one run or of several side by side."""
+    from rich.table import Table
+
     first = results[0]
     title = f"{first['data']}, {first['rounds']} rounds, seed {first['seed']}"
     table = Table(title=title, title_justify="left")

@@ -6,15 +6,17 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ..studies.tune import BY, METRICS, SAMPLERS, Plan, TuneError, name_of, plan, tune
+from ..errors import SpecError
 from .terminal import at_once, console, experiment_of, settings_of, shared, words
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ..studies.tune import Plan
 
 _BEST = 5
 """Trials in the table."""
@@ -26,6 +28,8 @@ class Bar:
     """Tells a person how a study goes: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+
         self.err = Console(stderr=True, highlight=False)
         self.bar: Progress | None = None
         self.task: TaskID | None = None
@@ -47,6 +51,8 @@ class Bar:
             more = f"runs {total - done} more" if done < total else "nothing is left to run"
             self.note(f"  the study has {done} of {max(done, total)}, {more}")
         if self.err.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             self.bar = Progress(
                 TextColumn("trials"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(), console=self.err, transient=True,
@@ -108,14 +114,14 @@ class Bar:
 )
 @click.option(
     "--metric",
-    type=click.Choice(list(METRICS)),
+    metavar="nll|accuracy",
     default="nll",
     show_default=True,
     help="What is best, on validation rows.",
 )
 @click.option(
     "--by",
-    type=click.Choice(BY),
+    metavar="rows|clients",
     default="rows",
     show_default=True,
     help="Validate on held-out rows of training clients, or on clients that do not train.",
@@ -130,7 +136,7 @@ class Bar:
 )
 @click.option(
     "--sampler",
-    type=click.Choice(SAMPLERS),
+    metavar="tpe|random",
     default="tpe",
     show_default=True,
     help="Learn from earlier trials, or not.",
@@ -151,12 +157,14 @@ def tune_command(
 
     The same command goes on where it was stopped. DIR/best.toml is for metavd run --config.
     """
+    from ..studies.tune import plan, tune
+
     names, more = words(given_words)
     fixed = [*pairs, *more]
     search = searched_of(searched, fixed)
     settings = settings_of(config, fixed, given)
     if len(names) > 1 or not (names or "method" in settings):
-        raise TuneError(
+        raise SpecError(
             f"tune takes one method, but got {' and '.join(names) or 'none'}; for example metavd tune reptile+metavd"
         )
     experiment = experiment_of(settings, names[0] if names else None)
@@ -179,17 +187,19 @@ def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]
         key, equals, space = text.partition("=")
         name = key.strip().replace("-", "_")
         if not (name and equals and space.strip()):
-            raise TuneError(f"--search got {text!r}, but needs key=space, for example --search lr=0.001..0.1:log")
+            raise SpecError(f"--search got {text!r}, but needs key=space, for example --search lr=0.001..0.1:log")
         if name in result:
-            raise TuneError(f"--search names {name} twice; once is enough")
+            raise SpecError(f"--search names {name} twice; once is enough")
         if name in set_:
-            raise TuneError(f"{name} is both fixed with --set and searched with --search; choose one")
+            raise SpecError(f"{name} is both fixed with --set and searched with --search; choose one")
         result[name] = space.strip()
     return result
 
 
 def default_folder(study: Plan) -> Path:
     """Return runs/tune-DATA-METHOD-sSEED-HASH: the same command always has the same folder."""
+    from ..studies.tune import name_of
+
     e = study.experiment
     name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]
     return Path("runs") / f"tune-{name}-{e.method}-s{e.seed}-{name_of(study)}"
@@ -208,6 +218,8 @@ def _text(value: object) -> str:
 
 def print_study(history: Mapping[str, Any]) -> None:
     """Print the best trials, what became of the others, and the best configuration."""
+    from rich.table import Table
+
     metric, lines = history["metric"], history["trials"]
     searched = list(history["study"]["space"])
     finished = [line for line in lines if line["state"] == "finished"]

@@ -7,10 +7,6 @@ from typing import Any
 
 import click
 
-from ..evaluate.metrics import accuracy
-from ..serve.export import FORMATS, LICENCE, TABLES, check_path, csv_text, export, need, table, write_table
-from ..serve.personal import open_model, personalize_each
-from ..serve.samples import samples
 from .terminal import Reporter, adding
 
 _placed = adding(
@@ -36,6 +32,8 @@ def personalize_command(
     Every client of NEW gets a model of its own. Without --data and --client, the model is written that a new client
     receives before it adapts.
     """
+    from ..serve.personal import personalize_each
+
     reporter = Reporter()
     found = personalize_each(run, data, client=client, domain=domain, note=reporter.note, **how)
     names = {name: f"client-{name}" if own.about["client"] else name for name, own in found.items()}
@@ -63,6 +61,11 @@ def predict_command(
     device: str | None, out: str | None, **how: Any,
 ) -> None:  # fmt: skip
     """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information."""
+    from ..evaluate.metrics import accuracy
+    from ..serve.export import TABLES, check_path, csv_text, need, table, write_table
+    from ..serve.personal import open_model
+    from ..serve.samples import samples
+
     if out is not None and check_path(Path(out), TABLES) == "parquet":
         need("pyarrow", "parquet", "a .parquet file")
     reporter = Reporter()
@@ -84,21 +87,24 @@ def predict_command(
 @click.command("export")
 @click.argument("place", type=click.Path(), metavar="MODEL_OR_RUN")
 @click.option("--client", metavar="N", help="Of a run: whose model. [default: what a new client receives]")
-@click.option("--format", "kind", type=click.Choice(FORMATS), help="[default: as the file's ending says]")
+@click.option("--format", "kind", metavar="safetensors|onnx", help="[default: as the file's ending says]")
 @click.option(
     "--out", type=click.Path(dir_okay=False), required=True, metavar="F", help="The file; its card goes beside it."
 )
 @click.option("--samples", type=int, metavar="S", help="Posterior draws in an ONNX graph. [default: the run's]")
-@click.option("--licence", metavar="TEXT", default=LICENCE, show_default=False, help="What the model card says of it.")
+@click.option("--licence", metavar="TEXT", help="What the model card says of it.")
 @_placed
 def export_command(
-    *, place: str, client: str | None, kind: str | None, out: str, samples: int | None, licence: str,
+    *, place: str, client: str | None, kind: str | None, out: str, samples: int | None, licence: str | None,
     domain: str | None, **how: Any,
 ) -> None:  # fmt: skip
     """Write a client's model as safetensors or ONNX, with a model card (F.md) beside it."""
+    from ..serve.export import FORMATS, LICENCE, check_path, export, need
+    from ..serve.personal import open_model
+
     if check_path(Path(out), FORMATS, kind) == "onnx":
         for name in ("onnx", "onnxruntime", "onnxscript"):
             need(name, "export", "ONNX")
     own = open_model(place, client=client, domain=domain, note=Reporter().note, **how)
-    page = export(own, out, format=kind, domain=domain, samples=samples, licence=licence)
+    page = export(own, out, format=kind, domain=domain, samples=samples, licence=licence or LICENCE)
     click.echo(f"{out} and {page}")

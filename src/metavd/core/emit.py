@@ -158,7 +158,7 @@ def constant(base: Emit, model: Model, noise: Noise, value: float) -> Emit:
 
 
 def dropping(base: Emit, noise: Noise, *, threshold: float = 0.9, start: int = 150, released: bool = False) -> Emit:
-    """DP: from round `start` on, weights whose dropout rate exceeds the threshold are masked for the client.
+    """From round `start` on, weights whose dropout rate exceeds the threshold are masked for the client.
 
     A mask travels as an entry of its own. The layer reads its weight through the mask, so a masked weight is neither
     sent nor used nor moved. released=True repeats the released code, which sends zeros instead and lets them regrow.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -359,43 +359,3 @@ def xavier(key: Tensor, name: str, value: Tensor) -> Tensor:
         return value.clone()  # the scale of a norm layer starts where it was
     area = math.prod(value.shape[2:])
     return draw * math.sqrt(2.0 / (area * (value.shape[0] + value.shape[1])))
-
-
-def _head(features: int, hidden: tuple[int, int], num_classes: int) -> list[tuple[str, nn.Module]]:
-    return [
-        ("flatten", nn.Flatten()),
-        ("fc0", nn.Linear(features, hidden[0])),
-        ("act0", nn.LeakyReLU(0.1)),
-        ("fc1", nn.Linear(hidden[0], hidden[1])),
-        ("act1", nn.LeakyReLU(0.1)),
-        ("fc2", nn.Linear(hidden[1], num_classes)),
-    ]
-
-
-def _conv(index: int, inputs: int, outputs: int) -> list[tuple[str, nn.Module]]:
-    return [
-        (f"conv{index}", nn.Conv2d(inputs, outputs, 3, padding=1)),
-        (f"relu{index}", nn.ReLU()),
-        (f"pool{index}", nn.MaxPool2d(2)),
-    ]
-
-
-def cnn(shape: Sequence[int], num_classes: int, width: int = 64) -> nn.Sequential:
-    """Return the paper's network: three convolutions of `width` filters, then 4*width, 2*width and K units."""
-    channels, height, across = shape
-    blocks = [*_conv(1, channels, width), *_conv(2, width, width), *_conv(3, width, width)]
-    features = width * (height // 8) * (across // 8)
-    return nn.Sequential(OrderedDict(blocks + _head(features, (4 * width, 2 * width), num_classes)))
-
-
-def small_cnn(shape: Sequence[int], num_classes: int, width: int = 16) -> nn.Sequential:
-    """Return a network for small images: two convolutions, then 4*width, 2*width and K units."""
-    channels, height, across = shape
-    blocks = [*_conv(1, channels, width), *_conv(2, width, 2 * width)]
-    features = 2 * width * (height // 4) * (across // 4)
-    return nn.Sequential(OrderedDict(blocks + _head(features, (4 * width, 2 * width), num_classes)))
-
-
-def mlp(shape: Sequence[int], num_classes: int, width: int = 64) -> nn.Sequential:
-    """Return a network for features or very small images: `width`, width/2 and K units."""
-    return nn.Sequential(OrderedDict(_head(math.prod(shape), (width, max(width // 2, 1)), num_classes)))

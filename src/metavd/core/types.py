@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..errors import FailedError
 from ..tree import Params
 from .variational import Noise
 
@@ -24,7 +25,7 @@ NEW = -1
 """The id of a client that the server has never trained with."""
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(FailedError, ArithmeticError):
     """Training or an answer gave a NaN or an infinity; the text names the round, the client and the tensor."""
 
 

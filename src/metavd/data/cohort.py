@@ -16,6 +16,7 @@ from torch.func import vmap
 
 from ..core import rng
 from ..core.types import Batch, Sampling
+from ..errors import SpecError
 from ..ops import fused
 from .augment import PAD, crop_and_flip
 from .partition import Federation
@@ -25,7 +26,7 @@ TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST = 1, 2, 3, 4, 5, 6
 """First tags of the keys of a run: what the random numbers are for."""
 
 
-class ParticipationError(ValueError):
+class ParticipationError(SpecError):
     """Why clients cannot take part as asked, in one sentence that says what would be right."""
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import SpecError
 from .source import Source
 
 Partitioner = Callable[[np.ndarray, int, np.random.RandomState, np.ndarray | None], list[np.ndarray]]
@@ -38,7 +39,7 @@ _PERMUTE_ABOVE = 400
 _SPLIT, _SERVER, _VALID = 1, 2, 3  # names of random streams beside the partition's own
 
 
-class PartitionError(ValueError):
+class PartitionError(SpecError):
     """Why the rows cannot be dealt as asked, in one sentence that says what would be right."""
 
 

@@ -13,14 +13,19 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-class SourceError(ValueError):
+class SourceError(UserError):
     """What is wrong with a dataset, in one sentence that says what would be right."""
 
 
@@ -155,7 +160,7 @@ def digits() -> Source:
 
 
 def transform(
-    source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    source: Source, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Callable[..., Tensor]:
     """Return the function that takes stored rows (..., c, h, w) or (..., d) to what a network sees.
 
@@ -164,6 +169,9 @@ def transform(
     Leading axes are free, so a batch, a client's batches and a cohort's all pass through the same function. Rows of a
     merged source need their domains (...) too, each of which has its own numbers.
     """
+    import torch  # noqa: PLC0415 (datasets can be listed without it)
+
+    dtype = dtype or torch.float32
     # Images carry their channel before two more axes, features on the last one.
     shape = (-1, 1, 1) if source.x.ndim == 4 else (-1,)
     looks = source.domains or (source,)

@@ -27,7 +27,8 @@ from ..engine.machine import tuned
 from ..evaluate.calibration import plain, top1
 from ..evaluate.metrics import ClientResult, client_figures
 from ..evaluate.personal import respond
-from ..runs.run import model_for, num_weights
+from ..models import model_for
+from ..runs.run import num_weights
 from ..runs.settings import Experiment
 from ..wire import decode, encode
 from .config import FederationError

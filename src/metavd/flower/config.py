@@ -11,84 +11,66 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from .. import methods
 from ..data.source import Source
-from ..methods import Option
-from ..runs.settings import Experiment, SpecError, nearest, resolve, with_settings
+from ..errors import FailedError, SpecError, UserError
+from ..runs.settings import SETTINGS, Experiment, resolve, with_settings
+from ..schema import Option, nearest, option, options
 from ..version import VERSION
 from ..wire import Limits
 
 APP = "metavd-app"
-IDENTITIES = ("key", "name")
+_MANY = 10**7
 _LIMITS = Limits()
 
 
-class FederationError(ValueError):
+class FederationError(UserError):
     """Why a federation cannot go on as asked, in one sentence that says what would be right."""
 
 
-class FailedRunError(RuntimeError):
+class FailedRunError(FailedError):
     """A federation that was started as it should be and did not come to its end; the text says why."""
-
-
-OPTIONS = (
-    Option("method", "reptile+metavd", "metavd methods lists all"),
-    Option("set", "", "options of the method and settings of metavd run, such as 'beta=2 drop_from=10 model=mlp'"),
-    Option("rounds", 20, "communication rounds", 1, 10**7),
-    Option("seed", 0, "of everything random", 0, 2**32 - 1),
-    Option("out", "runs/federation", "folder on the server for checkpoints and results; a run goes on from it"),
-    Option("clients", 0, "clients that the run begins with; 0: those that are there", 0, 10**7),
-    Option("cohort", 0.0, "clients asked in a round, a number or a share below 1; 0: all", 0, 10**7),
-    Option("quorum", 0.5, "answers that a round needs, a number or a share below 1 of those asked", 0, 10**7),
-    Option("join-timeout", 300.0, "seconds to wait for clients until there is a quorum", 1, 10**7),
-    Option("round-timeout", 600.0, "seconds to wait for the answers of a round", 1, 10**7),
-    Option("repeats", 2, "times that a round without a quorum is tried again before the run stops", 0, 1000),
-    Option("poll", 0.2, "seconds between two looks for answers", 0.01, 60),
-    Option("eval-every", 0, "rounds between evaluations; 0: only at the end", 0, 10**7),
-    Option("identity", "key", "how a client is known again: by its registered key, or by the name it gives itself",
-           choices=IDENTITIES),
-    Option("half", False, "send weights as float16"),
-    Option("classes", 0, "classes of the sites' data; 0: as many as the sites have", 0, 10**6),
-    Option("data", "", "a dataset that nodes hold shares of, by their partition-id; empty: every site has its own"),
-    Option("server-data", "", "the server's own unlabelled rows, for fedbe, such as npz:rows.npz"),
-    Option("max-bytes", _LIMITS.max_bytes, "longest answer", 1),
-    Option("max-norm", _LIMITS.max_norm, "largest change of a client's weights, relative to 1 + their norm", 0),
-    Option("max-change", _LIMITS.max_change, "largest change of weights, relative to the median of rounds before", 0),
-    Option("max-samples", _LIMITS.max_samples, "most rows that a client may claim", 1),
-    Option("max-offences", _LIMITS.max_offences, "refused answers after which a client is asked no more", 1),
-)  # fmt: skip
-"""The run config, key by key."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run config, checked. See `OPTIONS` for what each field means."""
+    """A run config, checked. Its keys are the fields' names with dashes."""
 
-    method: str
-    set: str
-    rounds: int
-    seed: int
-    out: str
-    clients: int
-    cohort: float
-    quorum: float
-    join_timeout: float
-    round_timeout: float
-    repeats: int
-    poll: float
-    eval_every: int
-    identity: str
-    half: bool
-    classes: int
-    data: str
-    server_data: str
-    max_bytes: int
-    max_norm: float
-    max_change: float
-    max_samples: float
-    max_offences: int
+    method: str = option("reptile+metavd", "metavd methods lists all", canonical=methods.check)
+    set: str = option("", "options of the method and settings of metavd run, such as 'beta=2 drop_from=10 model=mlp'")
+    rounds: int = option(20, "communication rounds", low=1, high=_MANY)
+    seed: int = option(0, "of everything random", low=0, high=2**32 - 1)
+    out: str = option("runs/federation", "folder on the server for checkpoints and results; a run goes on from it")
+    clients: int = option(0, "clients that the run begins with; 0: those that are there", low=0, high=_MANY)
+    cohort: float = option(0.0, "clients asked in a round, a number or a share below 1; 0: all", low=0, high=_MANY)
+    quorum: float = option(
+        0.5, "answers that a round needs, a number or a share below 1 of those asked", low=0, high=_MANY
+    )
+    join_timeout: float = option(300.0, "seconds to wait for clients until there is a quorum", low=1, high=_MANY)
+    round_timeout: float = option(600.0, "seconds to wait for the answers of a round", low=1, high=_MANY)
+    repeats: int = option(
+        2, "times that a round without a quorum is tried again before the run stops", low=0, high=1000
+    )
+    poll: float = option(0.2, "seconds between two looks for answers", low=0.01, high=60)
+    eval_every: int = option(0, "rounds between evaluations; 0: only at the end", low=0, high=_MANY)
+    identity: Literal["key", "name"] = option(
+        "key", "how a client is known again: by its registered key, or by the name it gives itself"
+    )
+    half: bool = option(False, "send weights as float16")
+    classes: int = option(0, "classes of the sites' data; 0: as many as the sites have", low=0, high=10**6)
+    data: str = option("", "a dataset that nodes hold shares of, by their partition-id; empty: every site has its own")
+    server_data: str = option("", "the server's own unlabelled rows, for fedbe, such as npz:rows.npz")
+    max_bytes: int = option(_LIMITS.max_bytes, "longest answer", low=1)
+    max_norm: float = option(
+        _LIMITS.max_norm, "largest change of a client's weights, relative to 1 + their norm", low=0
+    )
+    max_change: float = option(
+        _LIMITS.max_change, "largest change of weights, relative to the median of rounds before", low=0
+    )
+    max_samples: float = option(_LIMITS.max_samples, "most rows that a client may claim", low=1)
+    max_offences: int = option(_LIMITS.max_offences, "refused answers after which a client is asked no more", low=1)
 
     @property
     def limits(self) -> Limits:
@@ -113,14 +95,19 @@ def _count(value: float, whole: int) -> int:
     return -int(-value * whole // 1) if value < 1 else int(value)
 
 
+KEYS: Mapping[str, Option] = {
+    name.replace("_", "-"): replace(key, name=name.replace("_", "-")) for name, key in options(Plan).items()
+}
+"""The run config, key by key."""
+
+
 def plan(config: Mapping[str, Any]) -> Plan:
     """Check a run config; what it leaves out takes its default."""
-    known = {option.name: option for option in OPTIONS}
     for key in config:
-        if key not in known:
-            raise FederationError(f"there is no run config key {key!r}; {nearest(key, list(known))}")
-    values = {name: option.check(config.get(name, option.default)) for name, option in known.items()}
-    checked = Plan(**{name.replace("-", "_"): value for name, value in values.items()})  # type: ignore[arg-type]
+        if key not in KEYS:
+            raise FederationError(f"there is no run config key {key!r}; {nearest(key, list(KEYS))}")
+    values: dict[str, Any] = {key.replace("-", "_"): KEYS[key].check(value) for key, value in config.items()}
+    checked = Plan(**values)
     settings(checked)
     return checked
 
@@ -135,36 +122,25 @@ def settings(plan: Plan) -> dict[str, Any]:
     for key, value in pairs.items():
         if not value:
             raise FederationError(f"set has {key!r}, but needs key=value, for example 'beta=2 lr=0.05'")
-        if key in _ELSEWHERE:
-            raise FederationError(f"set has {key}={value}, but {_ELSEWHERE[key]}")
+        if key in _OWN_KEYS:
+            raise FederationError(f"set has {key}={value}, but it has a run config key of its own")
+        if key in SETTINGS and SETTINGS[key].foreign:
+            raise FederationError(f"set has {key}={value}, but {SETTINGS[key].foreign}")
     given = {"method": plan.method, "rounds": plan.rounds, "seed": plan.seed, **pairs}
     experiment = with_settings(Experiment(), given)
-    options = methods.resolve(experiment.method, experiment.options)
-    if options.get("extra_points"):
+    values = methods.resolve(experiment.method, experiment.options)
+    for name, known in methods.options_of(experiment.method).items():
+        if known.foreign and values[name]:
+            raise FederationError(f"{name} is {values[name]}, but {known.foreign}")
+    if methods.traits(experiment.method, experiment.options).server_rows_share is not None and not plan.server_data:
         raise FederationError(
-            f"extra_points is {options['extra_points']}, but it gives a client rows of other clients, which stay where "
-            "they are in a federation; use 0"
-        )
-    if experiment.method.startswith("fedbe") and not plan.server_data:
-        raise FederationError(
-            "fedbe distils on unlabelled rows of the server, and no client's rows leave it here; name rows of the "
-            "server's own with server-data"
+            f"{experiment.method} distils on unlabelled rows of the server, and no client's rows leave it here; name "
+            "rows of the server's own with server-data"
         )
     return given
 
 
-_OWN_KEY = "it has a run config key of its own"
-_REAL = "it makes simulated clients fail; real ones do so by themselves"
-_ELSEWHERE = {
-    **dict.fromkeys(("method", "rounds", "seed", "clients", "cohort", "data", "eval_every"), _OWN_KEY),
-    "available": _REAL, "lost": _REAL,
-    "patience": "no validation rows are watched here; leave it out",
-    "device": "every site chooses its own in its node config",
-    "backend": "a site trains one client; leave it out",
-    "chunk": "a site trains one client; leave it out",
-    "domains": "several datasets at once are for the simulator; leave it out",
-    "checkpoint_every": "every round is saved; leave it out",
-}  # fmt: skip
+_OWN_KEYS = {each.name for each in fields(Plan)} & set(SETTINGS)
 
 
 def experiment_of(plan: Plan, takes: Source, clients: int, defaults: Mapping[str, Any], content: str) -> Experiment:
@@ -202,6 +178,6 @@ def app_toml(**values: Any) -> str:
         "",
         "[tool.flwr.app.config]",
     ]
-    for option in OPTIONS:
-        lines += [f"# {option.help}", f"{option.name} = {json.dumps(values.get(option.name, option.default))}"]
+    for name, key in KEYS.items():
+        lines += [f"# {key.help}", f"{name} = {json.dumps(values.get(name, key.default))}"]
     return "\n".join(lines) + "\n"

@@ -36,10 +36,11 @@ from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash, wr
 from ..engine.machine import tuned
 from ..engine.simulate import Record, check_finite
 from ..evaluate.personal import diagnose, masks_of
+from ..models import model_for
 from ..runs.details import VERSION as DETAILS
 from ..runs.details import drawn_rates
 from ..runs.provenance import provenance
-from ..runs.run import channels_last, model_for, num_weights
+from ..runs.run import channels_last, num_weights
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..serve.samples import described, restored, samples
@@ -319,7 +320,7 @@ class Tested(NamedTuple):
 def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> Tested:
     """Let every client that is there test its own model."""
     algorithm, plan, done = setup.algorithm, setup.plan, int(state.round)
-    fit = setup.experiment.options.get("newcomer") == "fit"
+    fit = methods.traits(setup.experiment.method, setup.experiment.options).admits_by_fitting
     online = fleet.online()
     messages, down = {}, 0
     for node, member in sorted(fleet.present.items(), key=lambda item: item[1].number):

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..errors import SpecError, UserError
 from ..evaluate.metrics import CLIENT_FIGURES
 from ..runs.details import LIMIT
-from ..runs.settings import SpecError, from_toml
+from ..runs.settings import from_toml
 from ..runs.store import Store, StoreError
 
 PARTS = {"test": "participating", "unseen": "unseen"}
@@ -33,7 +34,7 @@ _DEPTH = 4
 _NOT_RUNS = ("checkpoint", "best")
 
 
-class ReportError(ValueError):
+class ReportError(UserError):
     """Nothing that a page can be made of; the text says what would be right."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import time
@@ -17,7 +16,6 @@ from torch import nn
 
 from .. import methods, wire
 from ..core import rng
-from ..core.model import cnn, from_module, mlp, small_cnn, xavier
 from ..core.types import Algorithm, Model, NonFiniteError, ServerState
 from ..data import collection, partition
 from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities
@@ -33,15 +31,14 @@ from ..engine.machine import tuned
 from ..engine.simulate import Record, simulate
 from ..engine.stepped import Trainer, serves, stepped
 from ..engine.together import together
+from ..errors import FailedError, SpecError
 from ..evaluate.metrics import ClientResult, client_figures, gap_interval, of_classes, summarize, tempered
 from ..evaluate.personal import answers, diagnose
-from ..tree import Params
+from ..models import model_for
 from .details import details
 from .provenance import provenance
-from .settings import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
+from .settings import Experiment, from_toml, resolve, spec_hash, to_toml, with_settings
 from .store import Store, StoreError
-
-_BUILDERS = {"cnn": cnn, "small-cnn": small_cnn, "mlp": mlp}
 
 
 class Listener(Protocol):
@@ -69,7 +66,7 @@ class Silent:
     def note(self, text: str) -> None: ...  # noqa: D102
 
 
-class InterruptedRun(Exception):  # noqa: N818
+class InterruptedRun(FailedError):  # noqa: N818
     """The run was stopped by hand; its checkpoint is safe."""
 
 
@@ -92,34 +89,6 @@ class Setup:
     def released(self) -> bool:
         """Whether figures are taken as the released code takes them."""
         return bool(self.experiment.options["variant"] == "released")
-
-
-def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) -> nn.Module:
-    """Build one of the networks that come with the package; auto chooses by the size of the input."""
-    if name == "auto":
-        small = len(shape) != 3 or min(shape[1:]) < 8
-        name = "mlp" if small else ("cnn" if min(shape[1:]) >= 24 else "small-cnn")
-    if name != "mlp" and (len(shape) != 3 or min(shape[1:]) < 8):
-        raise SpecError(
-            f"model is {name!r}, but it needs images of at least 8x8 pixels and a row here is {tuple(shape)}; use mlp"
-        )
-    with torch.random.fork_rng(devices=[]):  # torch initialises what it builds; nobody's generator shall notice
-        return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
-
-
-def model_for(e: Experiment, source: Source, module: nn.Module | Model | None) -> Model:
-    """Return the network of an experiment: the user's own, or the one that it names, on its device and in its type."""
-    dtype = getattr(torch, e.dtype)
-    if isinstance(module, Model):
-
-        def init(key: torch.Tensor) -> Params:
-            return {name: value.to(e.device, dtype) for name, value in module.init(key).items()}
-
-        return module._replace(init=init)
-    if module is None:
-        built = module_for(e.model, source.x.shape[1:], source.num_classes, e.width)
-        return from_module(built.to(e.device, dtype), init=xavier, precision=e.precision)
-    return from_module(copy.deepcopy(module).to(e.device, dtype), precision=e.precision)
 
 
 def _content(data: Collection, module: nn.Module | Model | None) -> str:
@@ -145,7 +114,7 @@ def deal(e: Experiment, data: Collection) -> Federation:
         data, kind=e.domains, image_size=e.image_size, channels=e.channels, partition=e.partition,
         clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
         valid_rows=e.valid_rows or OWN, valid_clients=e.valid_clients, test_share=e.test_share,
-        server_share=float(e.options.get("server_share", 0.0)), seed=e.seed,
+        server_share=methods.traits(e.method, e.options).server_rows_share or 0.0, seed=e.seed,
     )  # fmt: skip
 
 
@@ -419,6 +388,8 @@ def _train(
     before, began = float(extra.get("seconds", 0.0)), time.monotonic()
     best = _best_so_far(store, extra, e.device)
     listener.start(e, int(state.round))
+    for text in methods.notes(e.method, e.options, e.rounds):
+        listener.note(text)
     with _saving(store, state) as last:
         stopped = best is not None and best.age >= e.patience
         for new, record in () if stopped else rounds_of(setup, state):

@@ -2,186 +2,159 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from .. import methods
-from ..core import rng
-from ..data import formats, partition
-from ..data.cohort import probabilities
-from ..ops import fused
-
-MODELS = ("auto", "cnn", "small-cnn", "mlp")
-DOMAINS = ("mixed", "separate")
-RUNTIME = frozenset({"root", "device", "precision", "backend", "chunk", "eval_every", "checkpoint_every"})
-"""Fields that decide how a run is carried out, not what it computes."""
+from .. import methods, models
+from ..errors import SpecError
+from ..schema import Option, nearest, option, options
 
 
-class SpecError(ValueError):
-    """A specification that cannot be run; the text says what would be right."""
+def _test_rows() -> Sequence[str]:
+    from ..data.partition import TEST_ROWS  # noqa: PLC0415 (NumPy)
+
+    return TEST_ROWS
+
+
+def _valid_rows() -> Sequence[str]:
+    from ..data.partition import VALID_ROWS  # noqa: PLC0415 (NumPy)
+
+    return ("", *VALID_ROWS)
+
+
+def _precisions() -> Sequence[str]:
+    from ..ops.fused import PRECISIONS  # noqa: PLC0415 (torch)
+
+    return ("auto", *PRECISIONS)
+
+
+_MANY = 10**7
+_FAILING = "it makes simulated clients fail; real ones do so by themselves"
+_ONE_CLIENT = "a site trains one client; leave it out"
 
 
 @dataclass(frozen=True)
 class Experiment:
     """One run. Fields that are empty, 0 or -1 here take the dataset's default, see `resolve`."""
 
-    method: str = "reptile+metavd"
-    data: str = "digits"
-    root: str = "data"
-    partition: str = ""
-    test_rows: str = ""
-    domains: str = "mixed"
-    image_size: int = 0
-    channels: int = 0
-    clients: int = 0
-    unseen: int | float = -1
-    cohort: int | float = 0
-    available: str = "1"
-    lost: str = "0"
-    rounds: int = 0
-    seed: int = 0
-    valid: float = 0.0
-    valid_rows: str = ""
-    valid_clients: int = 0
-    patience: int = 0
-    test_share: float = 0.2
-    model: str = "auto"
-    width: int = 0
-    eval_every: int = 0
-    checkpoint_every: int = 0
-    backend: str = "auto"
-    chunk: int = 0
-    device: str = "auto"
-    precision: str = "auto"
-    dtype: str = "float32"
-    content: str = ""
+    method: str = option(
+        "reptile+metavd", "base[+regulariser][+option]; metavd methods lists all", canonical=methods.check
+    )
+    data: str = option("digits", "dataset, or several joined by +; metavd datasets lists all")
+    root: str = option(
+        "data", "folder that holds the files of datasets and, in .cache, fast copies of them", runtime=True
+    )
+    partition: str = option(
+        "", "who gets which rows: dirichlet:ALPHA, iid, shards:K, quantity:SIGMA, natural", from_data="dirichlet:0.5"
+    )
+    test_rows: str = option(
+        "", "how test rows are dealt: independent (the paper's), consistent, uniform", choices=_test_rows,
+        from_data="independent",
+    )  # fmt: skip
+    domains: Literal["mixed", "separate"] = option(
+        "mixed", "of several datasets, every client holds some of each (mixed) or one of them (separate)",
+        foreign="several datasets at once are for the simulator; leave it out",
+    )  # fmt: skip
+    image_size: int = option(
+        0, "side that images are brought to; 0: as stored, the largest of several datasets", low=0, high=4096
+    )
+    channels: int = option(
+        0, "3 turns grey images into colour ones; 0: as stored, the most of several datasets", low=0, high=4
+    )
+    clients: int = option(0, "participating clients", low=1, high=_MANY, from_data=20)
+    unseen: int | float = option(
+        -1, "clients that are never trained with, or their share of all clients", low=0, high=_MANY, share=True,
+        from_data=5,
+    )  # fmt: skip
+    cohort: int | float = option(
+        0, "clients asked in a round, or their share of the participating ones", low=1, high=_MANY, share=True,
+        from_data=5,
+    )  # fmt: skip
+    available: str = option(
+        "1", "probability that a client can be asked in a round; LOW..HIGH: each has its own; or a list",
+        foreign=_FAILING,
+    )  # fmt: skip
+    lost: str = option(
+        "0", "probability that the answer of an asked client does not arrive; likewise", foreign=_FAILING
+    )
+    rounds: int = option(0, "communication rounds", low=1, high=_MANY, from_data=100)
+    seed: int = option(0, "seed of everything random", low=0, high=2**32 - 1)
+    valid: float = option(0.0, "share of the training rows kept for validation", low=0, high=0.9)
+    valid_rows: str = option(
+        "", "how those are dealt: own (of a client's own rows), independent, consistent, uniform; empty: as test_rows",
+        choices=_valid_rows, later=True,
+    )  # fmt: skip
+    valid_clients: int = option(
+        0, "clients that are only ever validated on, for choices about unseen ones", low=0, high=_MANY, later=True
+    )
+    patience: int = option(
+        0, "evaluations without a better validation NLL before training stops; 0: never; the best state is used",
+        low=0, high=10**6, foreign="no validation rows are watched here; leave it out",
+    )  # fmt: skip
+    test_share: float = option(
+        0.2, "share of rows for testing where the dataset has no split of its own", low=0, high=0.9
+    )
+    model: str = option(
+        "auto", "network: auto, cnn, small-cnn, mlp, or one of an installed package", canonical=models.check,
+        from_data="auto",
+    )  # fmt: skip
+    width: int = option(
+        0, "width of the network; 0: the model's own default, the same for every method", low=0, high=4096
+    )
+    eval_every: int = option(
+        0, "rounds between evaluations; 0: a tenth of all, at least 5", low=1, high=_MANY, runtime=True
+    )
+    checkpoint_every: int = option(
+        0, "rounds between checkpoints; 0: a tenth of all, at most 50", low=1, high=_MANY, runtime=True,
+        foreign="every round is saved; leave it out",
+    )  # fmt: skip
+    backend: str = option(
+        "auto", "loop, threads (a client per core), vmap or auto: vmap on a GPU and for small networks, else threads",
+        choices=("auto", "loop", "threads", "vmap"), runtime=True, foreign=_ONE_CLIENT,
+    )  # fmt: skip
+    chunk: int = option(
+        0, "clients at once under vmap; 0: as many as the memory holds", low=0, high=10**6, runtime=True,
+        foreign=_ONE_CLIENT,
+    )  # fmt: skip
+    device: str = option(
+        "auto", "auto, cpu or cuda", runtime=True, foreign="every site chooses its own in its node config"
+    )
+    precision: str = option(
+        "auto", "of products on a GPU: exact (float32, same bits every time), tf32, bf16, or auto: bf16",
+        choices=_precisions, runtime=True,
+    )  # fmt: skip
+    dtype: Literal["float32", "float64"] = option("float32", "float32 or float64")
+    content: str = option("", "fingerprint of the data and of your own network; set by run")
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-_OPEN = Experiment()
-_LATER = frozenset({"valid_rows", "valid_clients"})
-"""Fields that came later: a run that does not use them keeps the name that it had before."""
-
-HELP = {
-    "method": "base[+regulariser][+option]; metavd methods lists all",
-    "data": "dataset, or several joined by +; metavd datasets lists all",
-    "root": "folder that holds the files of datasets and, in .cache, fast copies of them",
-    "partition": "who gets which rows: dirichlet:ALPHA, iid, shards:K, quantity:SIGMA, natural",
-    "test_rows": "how test rows are dealt: independent (the paper's), consistent, uniform",
-    "domains": "of several datasets, every client holds some of each (mixed) or one of them (separate)",
-    "image_size": "side that images are brought to; 0: as stored, the largest of several datasets",
-    "channels": "3 turns grey images into colour ones; 0: as stored, the most of several datasets",
-    "clients": "participating clients",
-    "unseen": "clients that are never trained with, or their share of all clients",
-    "cohort": "clients asked in a round, or their share of the participating ones",
-    "available": "probability that a client can be asked in a round; LOW..HIGH: each has its own; or a list",
-    "lost": "probability that the answer of an asked client does not arrive; likewise",
-    "rounds": "communication rounds",
-    "seed": "of everything random",
-    "valid": "share of the training rows kept for validation",
-    "valid_rows": "how those are dealt: own (of each client's own rows), independent, consistent, uniform; "
-    "empty: as test_rows",
-    "valid_clients": "clients that are only ever validated on, for choices about unseen ones",
-    "patience": "evaluations without a better validation NLL before training stops; 0: never; the best state is used",
-    "test_share": "share of rows for testing where the dataset has no split of its own",
-    "model": f"network: {', '.join(MODELS)}",
-    "width": "width of the network; 0: the model's own default, the same for every method",
-    "eval_every": "rounds between evaluations; 0: a tenth of all, at least 5",
-    "checkpoint_every": "rounds between checkpoints; 0: a tenth of all, at most 50",
-    "backend": "loop, threads (a client a core), vmap or auto: vmap on a GPU and for small networks, else threads",
-    "chunk": "clients at once under vmap; 0: as many as the memory holds",
-    "device": "auto, cpu or cuda",
-    "precision": "of products on a GPU: exact (float32, same bits every time), tf32, bf16, or auto: bf16",
-    "dtype": "float32 or float64",
-    "content": "fingerprint of the data and of your own network; set by run",
-}
-_CHOICES = {
-    "test_rows": partition.TEST_ROWS,
-    "valid_rows": ("", *partition.VALID_ROWS),
-    "domains": DOMAINS,
-    "model": MODELS,
-    "backend": ("auto", "loop", "threads", "vmap"),
-    "precision": ("auto", *fused.PRECISIONS),
-    "dtype": ("float32", "float64"),
-}
-_RANGES: dict[str, tuple[float, float]] = {
-    "clients": (1, 10**7), "unseen": (0, 10**7), "valid_clients": (0, 10**7), "cohort": (1, 10**7),
-    "image_size": (0, 4096), "channels": (0, 4),
-    "patience": (0, 10**6), "rounds": (1, 10**7), "seed": (0, 2**32 - 1),
-    "valid": (0.0, 0.9), "test_share": (0.0, 0.9), "width": (0, 4096), "eval_every": (1, 10**7),
-    "checkpoint_every": (1, 10**7), "chunk": (0, 10**6),
-}  # fmt: skip
-_GENERIC = {
-    "partition": "dirichlet:0.5", "test_rows": "independent", "clients": 20, "unseen": 5, "cohort": 5, "rounds": 100,
-    "model": "auto",
-}  # fmt: skip
-
-
-FROM_DATA = frozenset(_GENERIC)
+SETTINGS: Mapping[str, Option] = options(Experiment)
+"""Every setting of a run by name; the method's options are its own."""
+RUNTIME = frozenset(name for name, setting in SETTINGS.items() if setting.runtime)
+"""Fields that decide how a run is carried out, not what it computes."""
+FROM_DATA = frozenset(name for name, setting in SETTINGS.items() if setting.from_data is not None)
 """Settings whose default is the dataset's."""
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Say which known words a wrong one may have meant."""
-    close = difflib.get_close_matches(word, known, 3, 0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
 
 
 def with_settings(experiment: Experiment, settings: Mapping[str, Any]) -> Experiment:
     """Return the experiment with fields and options set by name, checked one by one."""
-    names = {f.name for f in fields(Experiment)} - {"options"}
-    changes = {key: _typed(key, value) for key, value in settings.items() if key in names}
-    if "method" in changes:
-        changes["method"] = methods.check(changes["method"])
-    method = changes.get("method", experiment.method)
+    changes = {key: SETTINGS[key].check(value) for key, value in settings.items() if key in SETTINGS}
+    method = str(changes.get("method", experiment.method))
     known = methods.options_of(method)
-    options = dict(experiment.options)
+    chosen = dict(experiment.options)
     for key, value in settings.items():
-        if key in names:
+        if key in SETTINGS:
             continue
         if key not in known:
-            everything = sorted(names | set(known))
+            everything = sorted({*SETTINGS, *known})
             raise SpecError(f"there is no setting {key!r} for {method}; {nearest(key, everything)}")
-        options[key] = known[key].check(value)
-    return replace(experiment, **changes, options=options)
-
-
-def _typed(name: str, value: Any) -> Any:
-    """Return a field's value in its type and range, or say what is wrong with it."""
-    kind = {f.name: str(f.type) for f in fields(Experiment)}[name]
-    try:
-        if kind == "int | float":  # a number, or a share of all
-            value = float(value)
-            value = int(value) if value == int(value) else value
-            if isinstance(value, float) and value > 1:
-                raise ValueError
-        elif "int" in kind:
-            if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-                raise ValueError
-            value = int(value)
-        elif "float" in kind:
-            value = float(value)
-        else:
-            value = str(value)
-    except (TypeError, ValueError, OverflowError):
-        share = " or a share below 1" if kind == "int | float" else ""
-        wanted = f"a whole number{share}" if "int" in kind else "a number"
-        raise SpecError(f"{name} is {value!r}, but must be {wanted}") from None
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise SpecError(f"{name} is {value!r}; {nearest(value, _CHOICES[name])}")
-    if name in _RANGES and not (kind == "int | float" and 0 < value < 1):
-        low, high = _RANGES[name]
-        if not low <= value <= high:
-            raise SpecError(f"{name} is {value}, but must lie between {low} and {high}")
-    return value
+        chosen[key] = known[key].check(value)
+    return replace(experiment, **changes, options=chosen)  # type: ignore[arg-type]
 
 
 def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -> Experiment:
@@ -189,10 +162,17 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
 
     `defaults` are the settings that suit the data, see `data.collection`; by default those known for its name.
     """
-    defaults = _GENERIC | dict(formats.info(experiment.data).defaults if defaults is None else defaults)
+    import torch  # noqa: PLC0415
+
+    from ..data import formats  # noqa: PLC0415
+    from ..ops import fused  # noqa: PLC0415
+
+    suits = dict(formats.info(experiment.data).defaults if defaults is None else defaults)
     known = methods.options_of(experiment.method)
-    values = {f.name: getattr(experiment, f.name) for f in fields(Experiment)}
-    values |= {key: defaults[key] for key in _GENERIC if values[key] == getattr(_OPEN, key)}
+    values = content(experiment)
+    for name in FROM_DATA:
+        if values[name] == SETTINGS[name].default:
+            values[name] = suits.get(name, SETTINGS[name].from_data)
     clients, unseen, cohort = values["clients"], values["unseen"], values["cohort"]
     if 0 < unseen < 1:
         values["unseen"] = round(unseen / (1 - unseen) * clients)
@@ -210,16 +190,22 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
         short = values["device"] != "cpu" and values["dtype"] == "float32"
         values["precision"] = fused.BF16 if short else fused.EXACT
     if values["valid"] and not values["valid_rows"]:
-        values["valid_rows"] = partition.OWN if values["partition"] == "natural" else values["test_rows"]
-    preset = {key: value for key, value in defaults.items() if key in known and key not in _GENERIC}
-    values["options"] = methods.resolve(experiment.method, preset | dict(experiment.options))
-    checked = {key: value if key == "options" else _typed(key, value) for key, value in values.items()}
-    result = Experiment(**checked)
+        values["valid_rows"] = "own" if values["partition"] == "natural" else values["test_rows"]
+    preset = {key: value for key, value in suits.items() if key in known and key not in FROM_DATA}
+    checked = {name: setting.check(values[name]) for name, setting in SETTINGS.items()}
+    chosen = methods.resolve(experiment.method, preset | dict(experiment.options))
+    result = Experiment(**checked, options=chosen)  # type: ignore[arg-type]
     _check(result)
     return result
 
 
 def _check(e: Experiment) -> None:
+    import torch  # noqa: PLC0415
+
+    from ..core import rng  # noqa: PLC0415
+    from ..data import partition  # noqa: PLC0415
+    from ..data.cohort import probabilities  # noqa: PLC0415
+
     if e.cohort > e.clients:
         raise SpecError(f"cohort is {e.cohort}, but only {e.clients} clients participate; it must be at most that")
     try:
@@ -246,9 +232,15 @@ def content(experiment: Experiment) -> dict[str, Any]:
 def spec_hash(experiment: Experiment) -> str:
     """Return 12 hex digits that name what is computed, whatever it is computed on and however often it is looked at."""
     when = {"eval_every"} if experiment.patience else set()  # the only run that looks at what it sees on the way
-    what = {key: value for key, value in content(experiment).items() if key not in RUNTIME - when}
-    what = {key: value for key, value in what.items() if key not in _LATER or value != getattr(_OPEN, key)}
+    what = _told({key: value for key, value in content(experiment).items() if key not in RUNTIME - when}, SETTINGS)
+    what["options"] = _told(what["options"], methods.options_of(experiment.method))
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _told(values: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
+    """Leave out what came later and is not used, so that a stored run keeps the name that it had before."""
+    unused = {name for name, each in known.items() if each.later and values.get(name) == each.default}
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def to_toml(experiment: Experiment) -> str:

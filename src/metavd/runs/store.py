@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.checkpoint import write_atomic
+from ..errors import UserError
 
 _RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds")
 """What a result has at least."""
 
 
-class StoreError(ValueError):
+class StoreError(UserError):
     """A folder that cannot be used; the text says what would be right."""
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.simulate import Record
+from ..errors import UserError
 from .run import Listener
 from .settings import Experiment, to_toml
 
 Tracker = Callable[[Path, Experiment], Listener]
 
 
-class TrackError(ValueError):
+class TrackError(UserError):
     """A tracker that cannot be used here; the text says what would be right."""
 
 

@@ -44,7 +44,8 @@ from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomi
 from ..engine.machine import tuned
 from ..evaluate.personal import ROWS, personal
 from ..evaluate.uncertainty import entropy
-from ..runs.run import Data, Setup, channels_last, data_of, model_for, num_weights, prepare, using
+from ..models import model_for
+from ..runs.run import Data, Setup, channels_last, data_of, num_weights, prepare, using
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..tree import Params

@@ -31,15 +31,16 @@ from scipy.special import stdtrit
 
 from .. import methods
 from ..core.types import NonFiniteError
-from ..data.cohort import ParticipationError
-from ..data.partition import TEST_ROWS, PartitionError, describe, federate
+from ..data.partition import TEST_ROWS, describe, federate
 from ..data.source import Source, SourceError, arrays, digits
 from ..engine.checkpoint import write_atomic
+from ..errors import SpecError, UserError
 from ..evaluate.metrics import interval
 from ..runs.provenance import provenance
 from ..runs.run import Listener, Silent, run
-from ..runs.settings import RUNTIME, Experiment, SpecError, nearest, with_settings
+from ..runs.settings import RUNTIME, Experiment, with_settings
 from ..runs.store import Store, StoreError
+from ..schema import nearest
 from .compare import value_at
 from .side import jobs_for, side_by_side
 from .tables import MEASURES, Cell, Figure, Table, cells, get, tables
@@ -52,7 +53,7 @@ SCALES = ("full", "smoke")
 
 _FIXED = frozenset({"method", "data", "partition", "test_rows", "seed", "content", "patience", *RUNTIME})
 """Fields that overrides may not change: what a cell is about, the protocol's own, and those that compute nothing."""
-_REFUSED = (SpecError, StoreError, SourceError, PartitionError, ParticipationError, methods.MethodError)
+_REFUSED = (SpecError, StoreError, SourceError)
 _SMOKE_FIELDS = {"data": "digits", "model": "mlp", "width": 8, "clients": 4, "unseen": 2, "cohort": 2, "rounds": 2}
 _SMOKE_OPTIONS = {
     "batch": 32, "local_epochs": 1, "hyper_width": 8, "drop_from": 1, "teachers": 2, "distill_steps": 4, "chains": 2,
@@ -66,7 +67,7 @@ _ROUNDING = 0.00501
 """Half of the paper's last digit, and a little for the binary fraction."""
 
 
-class PaperError(ValueError):
+class PaperError(UserError):
     """A request that cannot be met; the text says what would be right."""
 
 

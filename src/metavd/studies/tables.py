@@ -15,10 +15,11 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from .. import methods
-from ..runs.settings import nearest
+from ..errors import UserError
+from ..schema import nearest
 
 
-class TableError(ValueError):
+class TableError(UserError):
     """A table, row or column that the paper does not have; the text says what would be right."""
 
 
@@ -104,7 +105,7 @@ def tables() -> dict[str, Table]:
     >>> tables()["T8"].cells[0].figures[0]
     Figure(name='test', value=80.73, sd=None, mark='')
     """
-    shared = ("common", "data", "options", "doubts")
+    shared = ("common", "data", "names", "options", "doubts")
     return {name: _table(name, values) for name, values in _content().items() if name not in shared}
 
 
@@ -163,8 +164,8 @@ def _table(name: str, values: Mapping[str, Any]) -> Table:
 
 
 def _trained(values: Mapping[str, Any], column: Mapping[str, Any], row: str) -> dict[str, Any]:
-    """Settings of a run; a row's label is the method's name but for capitals."""
-    content, method = _content(), row.lower()
+    """Settings of a run."""
+    content, method = _content(), "+".join(_parts(row))
     own = dict(values.get("settings", {})) | {key: value for key, value in column.items() if key != "label"}
     known = methods.options_of(method)
     options: dict[str, Any] = {}
@@ -181,6 +182,12 @@ def _dealt(column: Mapping[str, Any], row: str) -> dict[str, Any]:
     return {"data": data, "partition": column["partition"], **who}
 
 
+def _parts(row: str) -> list[str]:
+    """Return the parts of the method in a row's label, which is its name but for capitals and the paper's own words."""
+    names = _content()["names"]
+    return [names.get(part, part) for part in row.lower().split("+")]
+
+
 def _doubts(row: str) -> tuple[str, ...]:
-    parts = set(row.lower().split("+"))
+    parts = set(_parts(row))
     return tuple(text for key, text in _content()["doubts"].items() if set(key.split("+")) <= parts)

@@ -41,10 +41,9 @@ import torch
 
 from .. import methods
 from ..core.types import NonFiniteError, ServerState
-from ..data.cohort import ParticipationError
 from ..data.collection import Collection
-from ..data.partition import PartitionError
 from ..engine.checkpoint import write_atomic
+from ..errors import SpecError, UserError
 from ..runs.run import (
     Data,
     InterruptedRun,
@@ -58,7 +57,8 @@ from ..runs.run import (
     using,
     validation_clients,
 )
-from ..runs.settings import RUNTIME, Experiment, SpecError, content, nearest, to_toml, with_settings
+from ..runs.settings import RUNTIME, Experiment, content, to_toml, with_settings
+from ..schema import Value, nearest
 from .side import jobs_for, sharing
 
 if TYPE_CHECKING:
@@ -90,14 +90,11 @@ _HOPELESS = (
     NonFiniteError,
     torch.OutOfMemoryError,
     SpecError,
-    PartitionError,
-    ParticipationError,
-    methods.MethodError,
 )
 """What ends a trial and not the study: it diverged, does not fit, or its values do not go together."""
 
 
-class TuneError(ValueError):
+class TuneError(UserError):
     """A study that cannot be made or continued; the text says what would be right."""
 
 
@@ -106,7 +103,7 @@ class Dimension:
     """One searched setting: a list of values, or a range."""
 
     name: str
-    values: tuple[methods.Value, ...] = ()
+    values: tuple[Value, ...] = ()
     low: float = 0.0
     high: float = 0.0
     log: bool = False
@@ -251,14 +248,14 @@ def _step(values: Sequence[Any]) -> float | None:
     return float(steps.pop()) if len(steps) == 1 and min(steps) > 0 else None
 
 
-def _suggest(trial: optuna.Trial, one: Dimension) -> methods.Value:
+def _suggest(trial: optuna.Trial, one: Dimension) -> Value:
     if not one.values:
         if isinstance(one.low, int):
             return trial.suggest_int(one.name, one.low, int(one.high), log=one.log)
         return trial.suggest_float(one.name, one.low, one.high, log=one.log)
     step = _step(one.values)
     if step is None:
-        return cast(methods.Value, trial.suggest_categorical(one.name, one.values))
+        return cast(Value, trial.suggest_categorical(one.name, one.values))
     near = trial.suggest_float(one.name, float(one.values[0]), float(one.values[-1]), step=step)
     return min(one.values, key=lambda value: abs(float(value) - near))
 
@@ -460,7 +457,7 @@ def _done(study: optuna.Study) -> int:
     return len(study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED)))
 
 
-def _claim(session: _Session) -> tuple[optuna.Trial, dict[str, methods.Value]] | None:
+def _claim(session: _Session) -> tuple[optuna.Trial, dict[str, Value]] | None:
     """Choose the next trial and hold it; None where all are done or in work."""
     plan, study, lock = session.plan, session.study, session.lock
     with _claiming(lock):

@@ -1,0 +1,285 @@
+"""Every method by name: `base[+regulariser][+option]`, and what each part says of itself.
+
+A regulariser or an extra turns `Parts` into `Parts`, a base turns `Parts` into an `Algorithm`; `reptile+metavd+drop` is
+reptile(drop(metavd(plain))). What goes with what follows from what the parts give and need.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+
+from .. import schema
+from ..errors import SpecError
+from ..registry import Registry
+from ..schema import Option, Value
+from .parts import REGULARISABLE, Options, Parts, Rates, Setting, plain
+
+if TYPE_CHECKING:
+    from ..core.types import Algorithm, Model
+
+FAMILIES = ("averaging", "meta", "fedbe", "pfedgp", "variational", "dropout", "snip", "finetune")
+"""Our own modules with methods, in the order in which methods are listed."""
+REGISTRY: Registry[Entry] = Registry("metavd.methods", [f"{__package__}.{family}" for family in FAMILIES])
+VARIANTS = ("default", "released")
+VARIANT = Option("variant", "default", "preset of all options: ours, or the released code's rules", choices=VARIANTS)
+
+Kind = Literal["base", "regulariser", "extra"]
+O = TypeVar("O", bound=Options)  # noqa: E741
+B = TypeVar("B", bound=Rates)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part of a name: how it is built, its line of description, its paper, its options, and what it goes with."""
+
+    name: str
+    kind: Kind
+    text: str
+    paper: str
+    schema: type[Options]
+    build: Callable[[Parts, Any], Any]
+    gives: tuple[str, ...] = ()
+    """What later parts may need of it."""
+    needs: str = ""
+    """What some part before it must give."""
+    because: str = ""
+    """What it does with that, for a person who gave it to a method without."""
+    listed: tuple[str, ...] = ()
+    """Of an extra: bases and regularisers after which it is listed by name."""
+    mistaken: Mapping[str, str] | None = None
+    """Names that people may give it wrongly, each with the sentence that says why it is not called so."""
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """Its options by name."""
+        return schema.options(cast(Hashable, self.schema))
+
+    @property
+    def sign(self) -> str:
+        """Its name as it stands in a method's."""
+        return self.name if self.kind == "base" else f"+{self.name}"
+
+
+def _register(entry: Entry) -> None:
+    for each in entry.options.values():
+        for preset in each.presets:
+            if preset not in VARIANTS:
+                raise SpecError(
+                    f"option {each.name} of {entry.name} has the preset {preset!r}, but there are {VARIANTS}"
+                )
+    REGISTRY.add(entry.name, entry, entry.build.__module__)
+
+
+Base = Callable[[Parts, B], "Algorithm"]
+Part = Callable[[Parts, O], Parts]
+
+
+def base(
+    name: str, text: str, *, paper: str, options: type[B], gives: Sequence[str] = ()
+) -> Callable[[Base[B]], Base[B]]:
+    """Register a base: what turns `Parts` into an `Algorithm`."""
+
+    def register(build: Base[B]) -> Base[B]:
+        _register(Entry(name, "base", text, paper, options, build, tuple(gives)))
+        return build
+
+    return register
+
+
+def regulariser(
+    name: str, text: str, *, paper: str, options: type[O], gives: Sequence[str] = ()
+) -> Callable[[Part[O]], Part[O]]:
+    """Register a regulariser, of which a method has at most one."""
+    because = "changes the loss of local training"
+
+    def register(build: Part[O]) -> Part[O]:
+        _register(Entry(name, "regulariser", text, paper, options, build, tuple(gives), REGULARISABLE, because))
+        return build
+
+    return register
+
+
+def extra(
+    name: str,
+    text: str,
+    *,
+    paper: str,
+    options: type[O],
+    needs: str,
+    because: str,
+    listed: Sequence[str] = (),
+    mistaken: Mapping[str, str] | None = None,
+) -> Callable[[Part[O]], Part[O]]:
+    """Register what can be added to a method, regularised or not."""
+
+    def register(build: Part[O]) -> Part[O]:
+        _register(Entry(name, "extra", text, paper, options, build, (), needs, because, tuple(listed), mistaken))
+        return build
+
+    return register
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def entries(kind: Kind | None = None) -> dict[str, Entry]:
+    """Return all parts of methods by name, or those of one kind."""
+    return {name: entry for name, entry in REGISTRY.all().items() if kind in {None, entry.kind}}
+
+
+def names() -> tuple[str, ...]:
+    """Return every method that is listed, run and tested by name."""
+    bases, regularisers, extras = (entries(kind).values() for kind in ("base", "regulariser", "extra"))
+    found = [[each] for each in bases]
+    found += [[one, last] for last in extras for one in bases if one.name in last.listed]
+    found += [[one, two] for two in regularisers for one in bases]
+    found += [[one, two, last] for last in extras for two in regularisers if two.name in last.listed for one in bases]
+    return tuple("+".join(each.name for each in parts) for parts in found if _misfit(parts) is None)
+
+
+def _misfit(parts: Sequence[Entry]) -> Entry | None:
+    """Return the first part that needs what none before it gives."""
+    given: set[str] = set()
+    for part in parts:
+        if part.needs and part.needs not in given:
+            return part
+        given.update(part.gives)
+    return None
+
+
+def parse(name: str) -> list[Entry]:
+    """Split a method's name into its parts, or say in one sentence why there is no such method."""
+    first, *rest = name.lower().split("+")
+    if not REGISTRY.has(first) or REGISTRY.own()[first].kind != "base":
+        raise SpecError(f"unknown method {name!r}; {_nearest(name, names())}")
+    for part in rest:
+        if not REGISTRY.has(part) or REGISTRY.own()[part].kind == "base":
+            raise SpecError(f"unknown part {part!r} of method {name!r}; {_unknown(part)}")
+    known = REGISTRY.own()
+    chosen = [part for part in rest if known[part].kind == "regulariser"]
+    if len(chosen) > 1:
+        raise SpecError(f"method {name!r} has the regularisers {' and '.join(chosen)}, but one at most is possible")
+    if len(set(rest)) < len(rest):
+        raise SpecError(f"method {name!r} names a part twice; each may stand once")
+    extras = (part for part, entry in known.items() if entry.kind == "extra" and part in rest)
+    parts = [known[part] for part in (first, *chosen, *extras)]
+    wrong = _misfit(parts)
+    if wrong is not None:
+        where = ", ".join(entry.sign for entry in known.values() if wrong.needs in entry.gives)
+        example = next((each for each in names() if wrong.name in each.split("+")), "")
+        raise SpecError(
+            f"method {name!r} is not possible: {wrong.sign} {wrong.because}; it goes with {where}"
+            + (f", for example {example}" if example else "")
+        )
+    return parts
+
+
+def _unknown(part: str) -> str:
+    """Say what a part may have meant; some wrong names have an answer of their own."""
+    for entry in entries().values():
+        if entry.mistaken and part in entry.mistaken:
+            return entry.mistaken[part]
+    return _nearest(part, [name for name, entry in entries().items() if entry.kind != "base"])
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, 3, 0.4)
+    answer = f"did you mean {' or '.join(close)}?" if close else "metavd methods lists all"
+    return "; ".join([answer, *REGISTRY.broken])
+
+
+def check(name: str) -> str:
+    """Return the method's name in its canonical spelling, or raise."""
+    return "+".join(part.name for part in parse(name))
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def options_of(name: str) -> dict[str, Option]:
+    """Return the options of a method by name, a part's own overriding those of what it extends."""
+    found: dict[str, Option] = {}
+    for part in parse(name):
+        found |= part.options
+    return found | {VARIANT.name: VARIANT}
+
+
+def resolve(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Value]:
+    """Return every option's value: the defaults, over them the variant's, over them what was given."""
+    known, given = options_of(name), dict(given or {})
+    for key in given:
+        if key not in known:
+            raise SpecError(f"method {name!r} has no option {key!r}; {schema.nearest(key, list(known))}")
+    variant = str(VARIANT.check(given.get(VARIANT.name, VARIANT.default)))
+    values = {key: option.presets.get(variant, option.default) for key, option in known.items()}
+    return values | {key: known[key].check(value) for key, value in given.items()}
+
+
+def _filled(name: str, given: Mapping[str, Any] | None) -> list[tuple[Entry, Options]]:
+    """Return a method's parts, each with its options."""
+    values = resolve(name, given)
+    return [
+        (part, part.schema(**{field.name: values[field.name] for field in fields(part.schema)})) for part in parse(name)
+    ]
+
+
+class Traits(NamedTuple):
+    """What a method means for the world around it."""
+
+    server_rows_share: float | None
+    """Share of every client's rows that the server gets, unlabelled; None: it needs no rows of its own."""
+    admits_by_fitting: bool
+    """Whether a client that was never seen must receive all that the server knows, to fit its own part of it."""
+    drops_from: int | None
+    """First round in which weights are dropped; None: never."""
+
+
+def traits(name: str, options: Mapping[str, Any] | None = None) -> Traits:
+    """Return what a method with these options means for the world around it."""
+    told = [o for _, o in _filled(name, options)]
+    return Traits(
+        server_rows_share=max((o.server_rows_share for o in told if o.server_rows_share is not None), default=None),
+        admits_by_fitting=any(o.admits_by_fitting for o in told),
+        drops_from=min((o.drops_from for o in told if o.drops_from is not None), default=None),
+    )
+
+
+def notes(name: str, options: Mapping[str, Any] | None, rounds: int) -> list[str]:
+    """Return what a person should know before a run of so many rounds."""
+    return [text for _, o in _filled(name, options) for text in o.notes(rounds)]
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+
+
+def algorithm(name: str, model: Model, setting: Setting, options: Mapping[str, Any] | None = None) -> Algorithm:
+    """Build a method for a model and a federation."""
+    (first, told), *rest = _filled(name, options)
+    assert isinstance(told, Rates)
+    parts = plain(model, setting, told)
+    for part, o in rest:
+        parts = part.build(parts, o)
+    built: Algorithm = first.build(parts, told)
+    return built
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Return a method's line of description, its paper and its options, as plain values."""
+    parts = parse(name)
+    return {
+        "name": name,
+        "text": "; ".join(part.text for part in parts),
+        "paper": "; ".join(dict.fromkeys(part.paper for part in parts)),
+        "options": [_described(option) for option in options_of(name).values()],
+    }
+
+
+def _described(option: Option) -> dict[str, Any]:
+    about = {
+        "name": option.name, "default": option.default, "help": option.help, "low": option.low, "high": option.high,
+        "choices": option.allowed, "search": option.search, "presets": dict(option.presets) or None,
+    }  # fmt: skip
+    return {key: value for key, value in about.items() if value is not None}

@@ -1,0 +1,52 @@
+"""FedBE: FedAvg whose mean is taught by an ensemble of models on the server's unlabelled rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from .. import core
+from ..errors import SpecError
+from ..schema import option
+from .averaging import averaged
+from .catalogue import base
+from .parts import Parts, Training
+
+if TYPE_CHECKING:
+    from ..core.types import Algorithm
+
+
+@dataclass(frozen=True)
+class FedBEOptions(Training):
+    """FedAvg's, the teachers' and the distillation's."""
+
+    server_share: float = option(0.04, "share of every client's rows that the server gets, unlabelled", low=0, high=0.5)
+    teachers: int = option(10, "models drawn around the clients'", low=0)
+    teacher_law: Literal["gaussian", "dirichlet"] = option("gaussian", "their distribution")
+    teacher_scale: float = option(0.1, "standard deviations of a Gaussian draw", low=0)
+    concentration: float = option(1.0, "of the Dirichlet distribution", low=1e-6)
+    average: Literal["probs", "logits"] = option(
+        "probs", "average the teachers' probabilities or logits", released="logits"
+    )
+    temperature: float = option(0.5, "sharpening of their average; 1: none", low=1e-3, released=1.0)
+    distill_lr: float = option(0.01, "rate of distillation", low=0, released=0.9)
+    distill_steps: int = option(72, "steps of distillation", low=4)
+    distill_batch: int = option(64, "rows in a step", low=1)
+
+    @property
+    def server_rows_share(self) -> float:
+        """Share of every client's rows that the server gets, unlabelled."""
+        return self.server_share
+
+
+@base("fedbe", "FedAvg distilled from a Bayesian ensemble", paper="Chen and Chao, ICLR 2021", options=FedBEOptions)
+def fedbe(parts: Parts, o: FedBEOptions) -> Algorithm:
+    """FedAvg whose mean is taught by an ensemble of models on the server's unlabelled rows."""
+    config = core.server.Distillation(
+        samples=o.teachers, sampling=o.teacher_law, scale=o.teacher_scale, concentration=o.concentration,
+        average=o.average, temperature=o.temperature, lr=o.distill_lr, steps=o.distill_steps, batch=o.distill_batch,
+    )  # fmt: skip
+    rows, model = parts.setting.server_rows, parts.model
+    if rows is None:
+        raise SpecError("fedbe needs unlabelled rows on the server; give the federation a server_share above 0")
+    return averaged(replace(parts, wrap=lambda base: core.server.distill(base, model, rows, config)), o)

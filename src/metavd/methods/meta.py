@@ -1,0 +1,71 @@
+"""Learning a start from which one step adapts: MAML, and PerFedAvg, its Hessian-free form.
+
+w' = w - lr grad L(w; support),   w <- w - outer_lr d L(w'; query) / d w
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from .. import core
+from ..schema import option
+from .catalogue import base
+from .parts import REGULARISABLE, Adapting, Momentum, Parts, assemble
+
+if TYPE_CHECKING:
+    from ..core.types import Algorithm, Sampling
+
+SPREADS = ("logvar", "logalpha")
+"""Entries that the inner step leaves alone."""
+
+
+@dataclass(frozen=True)
+class MamlOptions(Adapting, Momentum):
+    """Training, server momentum, adaptation and the meta step."""
+
+    outer_lr: float = option(
+        0.1, "rate of the meta step", low=0, search=[round(0.01 * i, 2) for i in range(1, 11)]
+    )  # fmt: skip
+    meta_batches: Literal["disjoint", "independent"] = option(
+        "disjoint", "support and query batches", released="independent"
+    )
+
+
+def _batches(o: MamlOptions) -> Sampling:
+    return core.types.Sampling(o.batch, o.local_epochs, group=3, independent=o.meta_batches == "independent")
+
+
+@base(
+    "maml", "second-order MAML on every client", paper="Chen et al. 2018, arXiv:1802.07876", options=MamlOptions,
+    gives=(REGULARISABLE,),
+)  # fmt: skip
+def maml(parts: Parts, o: MamlOptions) -> Algorithm:
+    """Second-order meta-learning of a start from which one step adapts."""
+    steps = core.local.maml(
+        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip,
+        inner_clip=o.clip if parts.inner_clip else None, frozen=SPREADS,
+    )  # fmt: skip
+    return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))
+
+
+@dataclass(frozen=True)
+class PerFedAvgOptions(MamlOptions):
+    """MAML's, and how the Hessian-vector product is taken."""
+
+    product: Literal["exact", "difference", "released"] = option("exact", "Hessian-vector product", released="released")
+    delta: float = option(1e-4, "step of the finite difference", low=1e-12)
+    trust: float = option(0.1, "largest curvature term relative to the gradient", low=0, high=1e6)
+
+
+@base(
+    "perfedavg", "Hessian-free MAML", paper="Fallah et al., NeurIPS 2020", options=PerFedAvgOptions,
+    gives=(REGULARISABLE,),
+)  # fmt: skip
+def perfedavg(parts: Parts, o: PerFedAvgOptions) -> Algorithm:
+    """MAML with a Hessian-vector product in place of second-order differentiation."""
+    steps = core.local.hf_maml(
+        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, delta=o.delta, frozen=SPREADS,
+        product=o.product, trust=o.trust,
+    )  # fmt: skip
+    return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))

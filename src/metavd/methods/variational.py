@@ -1,0 +1,261 @@
+"""Variational dropout: a Gaussian posterior on the weights of some layers, its spread learned.
+
+MetaVD predicts each client's spread by a hypernetwork, VD learns one for all, EnsembleVD one for each client; `drop`
+leaves out the weights whose dropout rate is high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import core
+from ..errors import SpecError
+from ..schema import option
+from .catalogue import extra, regulariser
+from .parts import POSTERIOR, Options, Parts, linear_layers, named
+
+if TYPE_CHECKING:
+    from ..core.optim import Sgd
+    from ..core.types import Emit, Model
+    from ..core.variational import Noise
+
+_METAVD = "Jeon et al., NeurIPS 2023"
+_CONSTANT = -8.5
+"""log sigma^2 of the released code's evaluation, and of a start without a rate."""
+
+
+@dataclass(frozen=True)
+class PosteriorOptions(Options):
+    """What the three have in common: layers, parameterisation, the KL's weight, prediction."""
+
+    layers: str = option("auto", "layers with a posterior, by name, with commas; auto: the one before the output")
+    per: Literal["weight", "input"] = option("weight", "one rate per weight, or one log alpha per input unit")
+    spread: Literal["logvar", "logalpha"] = option("logvar", "learn log sigma^2 or log alpha")
+    rate: float = option(0.0, "initial dropout rate of a typical weight; 0: log sigma^2 = -8.5", low=0, high=0.999)
+    floor: float = option(-17.0, "lowest log sigma^2 (or log alpha)", low=-60, high=8, released=-8.5)
+    ceiling: float = option(0.0, "highest log sigma^2; not with clamp=released", low=-60, high=8.5)
+    max_rate: float = option(0.99, "highest dropout rate where log alpha is learned", low=0.001, high=0.9999)
+    clamp: Literal["inward", "through", "released"] = option(
+        "inward",
+        "gradients past floor and ceiling: those that lead back pass, all, or none (released)",
+        released="released",
+    )
+    beta: float = option(10.0, "weight of the KL", low=0, search=[float(i) for i in range(1, 16)])
+    beta_ramp: float = option(0.02, "share of all rounds in which beta rises from 0", low=0, high=1)
+    kl: Literal["mean", "elbo"] = option("mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta")
+    draws: int = option(3, "noise draws per training step, their logits averaged", low=1)
+    layer_init: Literal["uniform", "model"] = option(
+        "uniform", "start of a noisy layer: U(+-1/sqrt(fan in)) or the model's own"
+    )
+    predict: Literal["mean", "draws"] = option(
+        "mean", "answer at the posterior mean, or by averaging over draws",
+        released="draws",
+    )  # fmt: skip
+    samples: int = option(10, "draws of a prediction with predict=draws", low=1, released=3)
+    average: Literal["probs", "logits"] = option(
+        "probs", "average the draws' probabilities or their logits", released="logits"
+    )
+    test_noise: Literal["own", "constant"] = option(
+        "own", "spread at test: the client's own, or -8.5 for all", released="constant"
+    )
+
+
+@dataclass(frozen=True)
+class SpreadOptions(PosteriorOptions):
+    """How the server learns a spread that is a parameter itself."""
+
+    spread_lr: float = option(0.9, "server rate of the spread", low=0)
+    spread_momentum: float = option(0.6, "server momentum of the spread", low=0, high=1)
+    spread_decay: float = option(0.0, "weight decay on the spread itself", low=0, released=5e-4)
+
+    @property
+    def spread_group(self) -> Sgd:
+        """The server's rule for the spread."""
+        return core.optim.Sgd(self.spread_lr, self.spread_momentum, self.spread_decay)
+
+
+@dataclass(frozen=True)
+class OwnedOptions(Options):
+    """Rows of the server's tables that belong to one client each."""
+
+    owned: Literal["one", "share"] = option(
+        "one", "weight of a client's step on rows that it alone owns", released="share"
+    )
+    owned_decay: Literal["sparse", "dense"] = option(
+        "sparse", "rows decay when their client takes part, or always",
+        released="dense",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MetaVDOptions(OwnedOptions, PosteriorOptions):
+    """The posterior's, the hypernetwork's and the embeddings'."""
+
+    hyper_width: int = option(200, "hidden units of the hypernetwork", low=1)
+    hyper_depth: int = option(3, "hidden layers of the hypernetwork", low=0)
+    embedding: int = option(0, "size of a client's embedding; 0: 1 + clients/4, at most 64", low=0)
+    hyper_lr: float = option(0.9, "server rate of the hypernetwork", low=0)
+    hyper_momentum: float = option(0.6, "its momentum", low=0, high=1)
+    hyper_decay: float = option(5e-4, "its weight decay", low=0)
+    embed_lr: float = option(0.9, "server rate of the embeddings", low=0)
+    embed_momentum: float = option(0.3, "their momentum", low=0, high=1)
+    embed_decay: float = option(5e-4, "their weight decay", low=0)
+    newcomer: Literal["mean", "fit"] = option("mean", "embedding of an unseen client: mean of the known, or fitted")
+    fit_steps: int = option(5, "steps of that fit", low=1)
+    fit_lr: float = option(0.1, "its rate", low=0)
+
+    @property
+    def admits_by_fitting(self) -> bool:
+        """Whether an unseen client fits its embedding."""
+        return self.newcomer == "fit"
+
+
+@dataclass(frozen=True)
+class EnsembleVDOptions(OwnedOptions, SpreadOptions):
+    """The posterior's, the spread's and those of owned rows."""
+
+
+def _noise(model: Model, o: PosteriorOptions) -> Noise:
+    """Build the posterior's parameterisation from the options."""
+    import torch  # noqa: PLC0415
+
+    logit = core.objective.logit
+    kind: Any = "input" if o.per == "input" else o.spread
+    layers = named(model, o.layers, linear_layers(model) if kind == "input" else model.variational)
+    first = _CONSTANT
+    if kind != "logvar" or o.rate:
+        weights = model.init(core.rng.key(0))
+        square = float(torch.cat([weights[f"{layer}.weight"].flatten() for layer in layers]).square().mean())
+        first = logit(o.rate or 0.15) + (float(torch.tensor(square).log()) if kind == "logvar" else 0.0)
+    if o.clamp == "released":
+        return core.variational.Noise(layers, kind, offset=0.0, start=first, low=o.floor, high=8.5, through=False)
+    high = o.ceiling if kind == "logvar" else logit(o.max_rate)
+    if not o.floor <= first <= high:
+        what = "log sigma^2" if kind == "logvar" else "log alpha"
+        raise SpecError(
+            f"the posterior starts at {what} = {first:.3g}, but its range is {o.floor:g} to {high:.3g}; "
+            "move floor, ceiling, max_rate or rate"
+        )
+    return core.variational.Noise(layers, kind, offset=first, low=o.floor, high=high, inward=o.clamp == "inward")
+
+
+def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:
+    """What the three share: a posterior, its ELBO, precision-weighted aggregation, prediction."""
+    emit, objective, predict = core.emit, core.objective, core.predict
+    model = parts.model
+    if o.layer_init == "uniform" and o.per == "weight" and model.fresh:
+        model = core.model.reset(model, named(model, o.layers, model.variational))
+    noise = _noise(model, o)
+    model = core.model.attach(model, noise)
+    loss = objective.cross_entropy(model, o.draws)
+    beta = objective.ramp(o.beta, parts.setting.rounds, o.beta_ramp)
+    by_mean = o.predict == "mean"
+    return replace(
+        parts,
+        model=model,
+        emit=extend(emit.shared(model), model, noise),
+        serve=(lambda used: emit.constant(used, model, noise, _CONSTANT))
+        if o.test_noise == "constant"
+        else parts.serve,
+        inner=loss,
+        outer=objective.total(loss, objective.divergence(noise, beta, o.kl)),
+        aggregate=core.aggregate.precision(noise),
+        predict=predict.posterior_mean(model) if by_mean else predict.posterior_draws(model, o.samples, o.average),
+        noise=noise,
+    )
+
+
+def _owned(parts: Parts, o: OwnedOptions, group: Sgd) -> Parts:
+    groups = parts.groups | {core.emit.OWNED: group}
+    return replace(parts, groups=groups, owned_by_share=o.owned == "share", sparse=o.owned_decay == "sparse")
+
+
+@regulariser(
+    "metavd", "variational dropout, its rates from a hypernetwork", paper=_METAVD, options=MetaVDOptions,
+    gives=(POSTERIOR,),
+)  # fmt: skip
+def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
+    """Each client's spread predicted by a hypernetwork from the client's embedding."""
+    num = parts.setting.num_clients
+    emit, rule = core.emit, core.optim.Sgd
+
+    def extend(base: Emit, model: Model, noise: Noise) -> Emit:
+        return emit.meta(
+            base, model, noise, num, size=o.embedding or None, width=o.hyper_width, depth=o.hyper_depth,
+            released=o.clamp == "released",
+        )  # fmt: skip
+
+    parts = _posterior(parts, o, extend)
+    if o.admits_by_fitting:
+        loss = parts.outer
+        parts = replace(parts, admit=lambda used: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
+    groups = parts.groups | {"server.hyper.": rule(o.hyper_lr, o.hyper_momentum, o.hyper_decay)}
+    return _owned(replace(parts, groups=groups), o, rule(o.embed_lr, o.embed_momentum, o.embed_decay))
+
+
+@regulariser(
+    "vd", "variational dropout, one set of rates for all", paper="Kingma et al., NeurIPS 2015",
+    options=SpreadOptions, gives=(POSTERIOR,),
+)  # fmt: skip
+def vd(parts: Parts, o: SpreadOptions) -> Parts:
+    """One learned spread for all clients."""
+    parts = _posterior(parts, o, core.emit.one_for_all)
+    assert parts.noise is not None
+    groups = parts.groups | {parts.noise.entry(layer): o.spread_group for layer in parts.noise.layers}
+    # The released code evaluates VD with its own spread, and only the others with a constant.
+    return replace(parts, groups=groups, serve=lambda emits: emits)
+
+
+@regulariser(
+    "ensemblevd", "variational dropout, a set of rates per client", paper=_METAVD, options=EnsembleVDOptions,
+    gives=(POSTERIOR,),
+)  # fmt: skip
+def ensemblevd(parts: Parts, o: EnsembleVDOptions) -> Parts:
+    """One learned spread for each client."""
+    num = parts.setting.num_clients
+    parts = _posterior(parts, o, lambda base, model, noise: core.emit.one_per_client(base, model, noise, num))
+    return _owned(parts, o, o.spread_group)
+
+
+@dataclass(frozen=True)
+class DropOptions(Options):
+    """Which weights are dropped, and from when on."""
+
+    threshold: float = option(0.9, "weights with a higher dropout rate are dropped", low=0, high=1)
+    drop_from: int = option(150, "first round in which weights are dropped", low=0)
+    dropped: Literal["absent", "released"] = option(
+        "absent", "dropped weights are absent everywhere, or zeros that regrow, as released", released="released",
+    )  # fmt: skip
+
+    @property
+    def drops_from(self) -> int:
+        """First round in which weights are dropped."""
+        return self.drop_from
+
+    def notes(self, rounds: int) -> Sequence[str]:
+        """Say that a run is too short for anything to be dropped."""
+        if self.drop_from < rounds:
+            return ()
+        return (
+            f"no weight is dropped in training: drop_from is {self.drop_from} and the run has {rounds} rounds; "
+            f"set drop_from below {rounds}",
+        )
+
+
+@extra(
+    "drop", "weights with high dropout rates neither sent nor used", paper=_METAVD, options=DropOptions,
+    needs=POSTERIOR, because="drops weights by the dropout rates of a posterior", listed=("metavd",),
+    mistaken={"dp": "in this field DP is differential privacy; weights are dropped by +drop"},
+)  # fmt: skip
+def drop(parts: Parts, o: DropOptions) -> Parts:
+    """Drop weights whose dropout rate is high from the messages and from the model."""
+    assert parts.noise is not None
+    before, serve = parts.emit, parts.serve
+    released = o.dropped == "released"
+    emits = core.emit.dropping(before, parts.noise, threshold=o.threshold, start=o.drop_from, released=released)
+    if not released:
+        return replace(parts, emit=emits)
+    # The released code tests with dense weights.
+    return replace(parts, emit=emits, serve=lambda _: serve(before), undropped=before)

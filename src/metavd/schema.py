@@ -1,0 +1,154 @@
+"""One description of a setting, whatever it belongs to: type, default, range, choices, help and search space.
+
+A dataclass whose fields are made by `option` is a schema. Options of methods, the settings of an experiment and the run
+config of a federation are such dataclasses; the command line, TOML files, pages and checks are made from them.
+
+    >>> @dataclass(frozen=True)
+    ... class Steps:
+    ...     lr: float = option(0.02, "learning rate", low=0)
+    >>> Steps().lr, options(Steps)["lr"].check("0.5")
+    (0.02, 0.5)
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from .errors import SpecError
+
+Value = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting: its default, what it means, what it may be, and what is searched by default."""
+
+    name: str
+    default: Value
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None = None
+    """The words that it may be. A field's `Literal` type gives them; a function, where other packages have a say."""
+    search: tuple[float, ...] | None = None
+    """What the paper searched."""
+    presets: Mapping[str, Value] = field(default_factory=dict)
+    """Its value under a preset, such as "released", where that is not the default."""
+    share: bool = False
+    """Whether a share below 1 of some whole may stand for a number."""
+    runtime: bool = False
+    """Whether it decides how a run is carried out, not what it computes."""
+    from_data: Value | None = None
+    """Where the default is the dataset's: what it is for a dataset that brings none."""
+    later: bool = False
+    """Whether it came after runs had been stored: at its default, it is left out of the name of what is computed."""
+    canonical: Callable[[str], str] | None = None
+    """Checks a text by other rules and returns its canonical spelling."""
+    foreign: str = ""
+    """Why it cannot be set where clients are real, in half a sentence; empty where it can."""
+
+    @property
+    def allowed(self) -> tuple[str, ...] | None:
+        """The words that it may be, None where it is not a choice."""
+        return None if self.choices is None else tuple(self.choices() if callable(self.choices) else self.choices)
+
+    def check(self, value: Any) -> Value:
+        """Return the value in the option's type, or say in one sentence what is wrong with it."""
+        try:
+            result = self._read(value)
+        except (KeyError, OverflowError, TypeError, ValueError):
+            kind = "a whole number or a share below 1" if self.share else _KINDS[type(self.default)]
+            raise SpecError(f"{self.name} is {value!r}, but must be {kind}") from None
+        if isinstance(result, str):
+            allowed = self.allowed
+            if allowed is not None and result not in allowed:
+                raise SpecError(f"{self.name} is {value!r}, but must be one of {', '.join(allowed)}")
+            return result if self.canonical is None else self.canonical(result)
+        if self.share and 0 < result < 1:
+            return result
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        if not low <= result <= high or result == math.inf:
+            right = f"lie between {_plain(low)} and {_plain(high)}" if high < math.inf else f"be at least {_plain(low)}"
+            raise SpecError(f"{self.name} is {value}, but must {right}")
+        return result
+
+    def _read(self, value: Any) -> Value:
+        kind = type(self.default)
+        if kind is bool:
+            return _TRUTHS[str(value).lower()]
+        if self.share:
+            number = float(value)
+            if number > 1 and number != int(number):
+                raise ValueError(value)
+            return int(number) if number == int(number) else number
+        if kind is int:
+            if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+                raise ValueError(value)
+            return int(value)
+        return kind(value)
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def option(
+    default: Value,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
+    search: Sequence[float] | None = None,
+    share: bool = False,
+    runtime: bool = False,
+    from_data: Value | None = None,
+    later: bool = False,
+    canonical: Callable[[str], str] | None = None,
+    foreign: str = "",
+    **presets: Value,
+) -> Any:
+    """Make a dataclass field of what `Option` describes; further keywords are presets: `released=-8.5`."""
+    described: dict[str, Any] = {
+        "help": help, "low": low, "high": high, "share": share, "runtime": runtime, "from_data": from_data,
+        "search": None if search is None else tuple(search), "canonical": canonical, "foreign": foreign,
+        "later": later, "presets": presets,
+    }  # fmt: skip
+    if choices is not None:
+        described["choices"] = choices
+    return field(default=default, metadata={"option": described})
+
+
+@cache
+def options(schema: Any) -> Mapping[str, Option]:
+    """Return the options of a dataclass by name; a field that `option` did not make is none.
+
+    The words that a field of a `Literal` type may be are its choices.
+    """
+    types = get_type_hints(schema)
+    found = {}
+    for each in fields(schema):
+        if "option" in each.metadata:
+            words = get_args(types[each.name]) if get_origin(types[each.name]) is Literal else None
+            default: Any = each.default
+            found[each.name] = Option(
+                each.name, default, **({"choices": words} if words else {}) | each.metadata["option"]
+            )
+    return MappingProxyType(found)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Say which known words a wrong one may have meant."""
+    close = difflib.get_close_matches(word, known, 3, 0.4)
+    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
