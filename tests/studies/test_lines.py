@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -138,3 +139,18 @@ def test_places_that_cannot_be_used_are_said(tmp_path: Path) -> None:
         append(tmp_path / "file" / "store.jsonl", line(1))
     with pytest.raises(StoreError, match="cannot read the store"):
         read(tmp_path)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", ["paper", "perfedavg", "precision"])
+def test_the_stores_in_the_repository_are_whole(name: str) -> None:
+    """Law: every line of a store that pages are written from can be read, and no two are of one run."""
+    rows = (ROOT / "results" / f"{name}.jsonl").read_text().splitlines()
+    scopes = {json.loads(row)["scope"] for row in rows}
+    assert len(scopes) == 1
+    notes: list[str] = []
+    found = read(ROOT / "results" / f"{name}.jsonl", scopes.pop(), notes.append)
+    assert notes == []
+    assert len(found) == len(rows)

@@ -21,8 +21,8 @@ from ..runs.run import InterruptedRun
 from ..runs.settings import SpecError
 from ..runs.store import StoreError
 from ..runs.track import TrackError
-from ..studies.paper import PaperError
-from ..studies.tables import TableError
+from ..studies.paper.protocol import PaperError
+from ..studies.paper.tables import TableError
 from ..studies.tune import TuneError
 from ..version import VERSION
 from .bench import bench_command

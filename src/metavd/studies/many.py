@@ -8,10 +8,11 @@
     for ended in carry_out(tasks, accuracy, store="results/mine.jsonl", work="runs/mine"):
         print(ended.key, ended.end, ended.line and ended.line["result"])
 
-A task is a key of yours and its settings: fields of the experiment and options of the method. `accuracy` is told all
-options, those at their default too. What has to go to other processes beside the settings (data, a plan) is bound with
-`functools.partial`. The store is one file of JSON lines, see `lines`; the same call again runs only what it lacks.
-Several commands, on one machine, may share a store and a work folder: a run that one of them is at is left to it.
+A task is a key of yours and its settings: fields of the experiment and options of the method. With a store the function
+is told every option, those at their default too, so that what is run is what the line says. What has to go to other
+processes beside the settings (data, a plan) is bound with `functools.partial`. The store is one file of JSON lines, see
+`lines`; the same call again runs only what it lacks. Several commands on one machine may share a store and a work
+folder: a run that one of them is at is left to it.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def carry_out(
     keep: bool = False,
     retry: bool = False,
     fails: tuple[type[Exception], ...] = (NonFiniteError,),
+    refuses: tuple[type[Exception], ...] = REFUSED,
     jobs: int = 1,
     device: str = "auto",
     listener: Listener | None = None,
@@ -96,6 +98,7 @@ def carry_out(
         keep: leave the folders of finished runs.
         retry: also run again what failed.
         fails: what ends one run and not the others, and is stored as its result.
+        refuses: what ends one run and not the others, and is not stored. Any other error ends the whole.
         jobs: runs at once, each in a process of its own; 0: what suits the device, see `side`.
         device: where runs will be carried out, for `jobs` and for the line of a run that failed.
         listener: is told of every run's rounds; of several at once it is told nothing.
@@ -112,7 +115,7 @@ def carry_out(
             missing.append(key)
         else:
             yield Ended(key, "stored", line)
-    order = _Order(function, store, scope, work, keep, retry, fails, device)
+    order = _Order(function, store, scope, work, keep, retry, fails, refuses, device)
 
     planned = [_Task(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
     at_once = jobs_for(device, jobs)
@@ -151,6 +154,7 @@ class _Order:
     keep: bool
     retry: bool
     fails: tuple[type[Exception], ...]
+    refuses: tuple[type[Exception], ...]
     device: str
 
 
@@ -171,10 +175,11 @@ def _attempt(
         end: End = "done"
         wrong: Exception | None = None
         try:
-            content = dict(order.function(whole, folder, listener or Silent()))
+            settings = task.settings if store is None else whole
+            content = dict(order.function(dict(settings), folder, listener or Silent()))
         except order.fails as error:
             end, wrong, content = "failed", error, {"failed": str(error)}
-        except REFUSED as error:
+        except order.refuses as error:
             return "refused", None, error
         head = {"id": name, "scope": order.scope, "seed": task.settings.get("seed"), "settings": whole}
         line = {**head, **_made(content.pop("device", order.device)), **content}
