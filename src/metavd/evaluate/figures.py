@@ -8,10 +8,12 @@ the table in the README are all made from this registry. A figure of your own is
     def sure(answers):                                  # see `Answers`; one number per test row
         return answers.probs.max(1) > 0.9
 
-It joins by being imported, or by itself where your package has the entry point
+It joins by being imported. Where your package has the entry point
 
     [project.entry-points."metavd.figures"]
     mine = "mypackage.figures"                          # the module that defines them
+
+it joins by itself, in every process and on the command line too.
 
 Shape letters: C clients, N samples, K classes.
 """
@@ -392,3 +394,6 @@ _add_auroc(
 _add_auroc("auroc_wrong_information", "information", _wrong, "`auroc_wrong` of the mutual information")
 _add_auroc("auroc_unknown_information", "information", _unknown, "`auroc_unknown` of the mutual information")
 _add("unknown_share", Rows(_unknown), "share of test rows of a class that the client never trained on", **_SHARE)
+
+OWN = tuple(_KNOWN.values())
+"""The figures that come with the package; the documentation is about these."""
