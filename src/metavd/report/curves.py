@@ -105,7 +105,7 @@ def _lines(
     name: str, title: str, groups: Sequence[Group], values: Callable[[Run], Series], *, x: str = "round",
     log: bool = False, zero: bool = False,
 ) -> Iterator[Picture]:  # fmt: skip
-    """Draw one line a group: the mean over its seeds and, of few groups, their range."""
+    """Draw one line for each group: the mean over its seeds and, of few groups, their range."""
     figure, axes = panel(title)
     drawn, everything = [], []
     for group in groups:
@@ -132,4 +132,4 @@ def _lines(
     axes.set_xlabel(x)
     if x == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line a method", figure, tuple(drawn))
+    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line for each method", figure, tuple(drawn))

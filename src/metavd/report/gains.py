@@ -1,4 +1,4 @@
-"""Whom a method serves better than the baseline does: one dot a client, by how much data it has."""
+"""Whom a method serves better than the baseline does: one dot for each client, by how much data it has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS = 500
 
 
 def pictures(gains: Sequence[Gain], baseline: str) -> Iterator[Picture]:
-    """Draw size against gain, one panel a group, all on the same scales."""
+    """Draw size against gain, one panel for each group, all on the same scales."""
     if not gains:
         return
     sizes = np.concatenate([gain.size for gain in gains])

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from ..data import collection
 from ..data.source import SourceError
 from ..engine.checkpoint import write_atomic
+from ..evaluate.figures import headline
 from ..version import VERSION
 from . import curves, gains, intervals, personal, reliability, summary
 from .groups import Group, baseline_of, group, settings, tasks
@@ -106,6 +107,7 @@ def _page(
         parts=PARTS,
         notes=notes,
         columns=summary.headline_columns(),
+        meanings=[(each.heading, each.help) for each in headline(wide=True)],
         width=len(summary.columns("test")),
         rows=summary.rows(groups, summary.headline_columns()),
         over=_over(groups),

@@ -1,4 +1,4 @@
-"""Figures of the paper's page: who holds what (the paper's figure 2), and reliability diagrams (figure 3, appendix).
+"""Pictures of the paper's page: who holds what (the paper's figure 2), and reliability diagrams (figure 3, appendix).
 
 Both come from what is known without any image: the first from the labels alone, the second from the store's bins.
 """
@@ -24,7 +24,7 @@ from .read import Bins
 from .reliability import bars
 
 CALIBRATION = ("T11", "T12")
-"""Tables whose cells are drawn as reliability diagrams, a figure a column."""
+"""Tables whose cells are drawn as reliability diagrams, one picture for each column."""
 DEALT = "T9"
 """The table of partitions, beside which they are drawn."""
 PARTITIONS = tuple((data, alpha) for data in ("cifar10", "cifar100") for alpha in ("5", "0.5", "0.1"))

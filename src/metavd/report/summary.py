@@ -80,7 +80,7 @@ def cell(found: Estimate | None, column: Column, *, best: bool = False) -> Cell:
 
 
 def rows(groups: Sequence[Group], wanted: Sequence[Column]) -> list[list[Cell]]:
-    """Return one row a group."""
+    """Return one row for each group; the best of a column is marked."""
     table = [[estimate(group, column) for column in wanted] for group in groups]
     best = []
     for place, column in enumerate(wanted):

@@ -62,13 +62,14 @@ def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str
     first = results[0]
     seeds = sorted({result["seed"] for result in results})
     commits = sorted({str(result["commit"]) for result in results})
+    meanings = "; ".join(f"{figure.title or figure.name}: {figure.help}" for figure in headline())
     about = [
         f"# Methods on {first['data']}",
         "",
         f"{first['rounds']} rounds, {first['test']['clients']} participating and {first['unseen']['clients']} unseen "
         f"clients, seeds {', '.join(str(seed) for seed in seeds)}: mean ± half width of the 95 % interval over seeds "
-        "(Student's t). The seed also decides who gets which rows. Accuracy is weighted by training size; ECE is "
-        "top-1 with 15 bins; MB are both directions of all rounds.",
+        f"(Student's t). The seed also decides who gets which rows. {meanings[0].upper()}{meanings[1:]}; "
+        "MB: both directions of all rounds.",
         "",
         table,
         f"Written by `{command}`; commit {', '.join(commits)}, metavd {first['version']}, torch {first['torch']}, "

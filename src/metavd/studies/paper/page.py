@@ -15,7 +15,7 @@ from .tables import MEASURES, Cell, Figure, tables
 
 
 def markdown(view: View) -> str:
-    """Write one table as a section: a part a column, ours, the paper's and the difference for each figure."""
+    """Write one table as a section: for each column ours, the paper's and the differences."""
     shown, about = view.table, _Notes(view.table.name)
     text = [f"## {shown.name}. {shown.title}", "", f"{shown.place[0].upper()}{shown.place[1:]} of the paper."]
     text += [f"- {note[0].upper()}{note[1:]}." for note in shown.notes]
@@ -73,7 +73,7 @@ def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
 
 
 def _number(value: float, *, signed: bool) -> str:
-    """Two decimals, and no minus before nothing."""
+    """Write two decimals, and 0.00 without a minus sign."""
     return f"{round(value, 2) + 0.0:{'+' if signed else ''}.2f}"
 
 

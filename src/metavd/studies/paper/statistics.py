@@ -76,7 +76,7 @@ def table(
 ) -> View:
     """Set our figures beside the paper's.
 
-    The paper has one run a cell, so the question is whether its number could be one more run of ours.
+    The paper has one run for each cell, so the question is whether its number could be one more run of ours.
     With n > 1 seeds, mean m and standard deviation s, a difference is beyond noise where it is larger than
 
         t_{n-1, 0.975} s sqrt(1 + 1/n)          Student's interval for one more observation
