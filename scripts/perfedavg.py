@@ -10,16 +10,15 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
 
-from study import SETTING, Line, made_on, main
+from study import SETTING, Case, Changes, made_on, main
 
-from metavd.studies.tables import cells
+from metavd.studies.paper.tables import cells
 
 PAPER = {f.name.partition(".")[0]: f.value for f in cells("T8", ["PerFedAvg"], ["0.5"])[0].figures if f.name != "gap"}
 """Test and unseen clients of CIFAR-10 at Dirichlet 0.5, in percent: one run, its last round."""
 RATES = (0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
-CHANGES: tuple[dict[str, Any], ...] = (
+CHANGES: tuple[Changes, ...] = (
     {"variant": "released"},
     {"product": "released"},
     {"seed": 778},
@@ -31,26 +30,26 @@ _LAST = 5
 """Evaluations, 100 rounds apart, whose scatter is that of the last one."""
 
 
-def _last(line: Line, what: str) -> list[float]:
-    return [point[what] for point in line["curve"][-_LAST:]]
+def _last(case: Case, what: str) -> list[float]:
+    return [point[what] for point in case.curve[-_LAST:]]
 
 
-def _cells(line: Line) -> list[str]:
-    changes = line["changes"]
+def _cells(case: Case) -> list[str]:
+    changes = case.changes
     options = ", ".join(f"{k}={v}" for k, v in changes.items() if k not in ("method", "seed", "valid")) or "defaults"
     cells = [options, str(changes.get("seed", SETTING["seed"])), f"{100 * changes.get('valid', 0):.0f} %"]
     for what in ("test", "unseen"):
-        values = _last(line, what)
+        values = _last(case, what)
         cells += [f"{values[-1]:.2f}", f"{mean(values):.2f} ± {stdev(values):.2f}"]
-    return [*cells, f"{_last(line, 'valid')[-1]:.2f}" if changes.get("valid") else ""]
+    return [*cells, f"{_last(case, 'valid')[-1]:.2f}" if changes.get("valid") else ""]
 
 
-def page(_: Namespace, lines: list[Line]) -> str:
+def page(_: Namespace, cases: list[Case]) -> str:
     """Return the document."""
-    scatter = {what: median(stdev(_last(line, what)) for line in lines) for what in PAPER}
-    released = next(line for line in lines if "variant" in line["changes"])
+    scatter = {what: median(stdev(_last(case, what)) for case in cases) for what in PAPER}
+    released = next(case for case in cases if "variant" in case.changes)
     theirs = " and ".join(f"{_last(released, what)[-1] - PAPER[what]:+.2f}" for what in PAPER)
-    by_rate = {line["changes"]["outer_lr"]: line for line in lines if "outer_lr" in line["changes"]}
+    by_rate = {case.changes["outer_lr"]: case for case in cases if "outer_lr" in case.changes}
     best = max(by_rate, key=lambda rate: _last(by_rate[rate], "valid")[-1])
     worst = min(by_rate, key=lambda rate: _last(by_rate[rate], "test")[-1])
     text = [
@@ -61,13 +60,13 @@ def page(_: Namespace, lines: list[Line]) -> str:
         "runs ask where the difference comes from.",
         "",
         "Written by `python scripts/perfedavg.py --root DIR --page docs/perfedavg.md`; 1,000 rounds, 10 of 100 clients",
-        f"a round, 64 filters; {made_on(lines)}. *Last* is after round 1,000; mean and standard",
+        f"a round, 64 filters; {made_on(cases)}. *Last* is after round 1,000; mean and standard",
         f"deviation are of the last {_LAST} evaluations, 100 rounds apart. *Held out* is the share of a client's",
         "training rows that validation takes.",
         "",
         "| options | seed | held out | test: last | mean ± sd | unseen: last | mean ± sd | validation: last |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
-        *(f"| {' | '.join(_cells(line))} |" for line in lines),
+        *(f"| {' | '.join(_cells(case))} |" for case in cases),
         "",
         "- One run's last round is a draw: evaluations 100 rounds apart have a standard deviation of "
         f"{scatter['test']:.1f} points for",

@@ -39,7 +39,7 @@ DROP = 0.9
 
 
 def runs_of(folder: Path, method: str) -> list[Store]:
-    """Return the finished runs of a method, one a seed."""
+    """Return the finished runs of a method, one for each seed."""
     stores = [Store(path) for path in sorted((folder / method).glob("seed-*"))]
     if not stores or not all(store.is_finished() for store in stores):
         raise SystemExit(f"{folder / method} holds no finished runs; run metavd compare first, see --help")
@@ -114,7 +114,7 @@ def spread_out(values: np.ndarray, step: float, bin_width: float) -> np.ndarray:
 
 
 def draw_clients(ax: Axes, folder: Path) -> None:
-    """One dot a client, and a bar at the mean weighted by training rows."""
+    """One dot for each client, and a bar at the mean weighted by training rows."""
     ticks = []
     for column, (group, method) in enumerate((g, m) for g in GROUPS for m in METHODS):
         place = column + (0.5 if group == "unseen" else 0.0)
@@ -134,7 +134,7 @@ def draw_clients(ax: Axes, folder: Path) -> None:
 
 
 def draw_rates(ax: Axes, folder: Path) -> None:
-    """How many of the layer's weights have at most which dropout rate: a thin line a client, a thick one for all."""
+    """Share of weights with at most that dropout rate: a thin line for each client, a thick one for all."""
     values = learned_rates(runs_of(folder, "reptile+metavd")[0])
     colour = COLOURS["reptile+metavd"]
     share = np.linspace(0, 100, values.shape[1])

@@ -11,27 +11,26 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
-from study import SETTING, Line, made_on, main
+from study import SETTING, Case, Changes, made_on, main
 
 from metavd.ops.fused import EXACT, PRECISIONS
 
 METHODS = ("fedavg", "reptile+metavd")
 
 
-def cases(given: Namespace) -> list[dict[str, Any]]:
+def changes(given: Namespace) -> list[Changes]:
     """Return every method in every precision over the seeds."""
     length = {"rounds": given.rounds, "eval_every": given.rounds}
     seeds = range(SETTING["seed"], SETTING["seed"] + given.seeds)
     return [{"method": m, "precision": p, "seed": s, **length} for m in METHODS for s in seeds for p in PRECISIONS]
 
 
-def page(given: Namespace, lines: list[Line]) -> str:
+def page(given: Namespace, cases: list[Case]) -> str:
     """Return the document."""
     ends: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for line in lines:
-        ends.setdefault((line["changes"]["method"], line["changes"]["precision"]), []).append(line["curve"][-1])
+    for case in cases:
+        ends.setdefault((case.changes["method"], case.changes["precision"]), []).append(case.curve[-1])
     text = [
         "# Precision",
         "",
@@ -39,7 +38,7 @@ def page(given: Namespace, lines: list[Line]) -> str:
         "--page docs/precision.md`:",
         f"CIFAR-10, dirichlet:0.5, 10 of 100 clients a round, 64 filters, {given.rounds} rounds, {given.seeds} "
         f"seeds from {SETTING['seed']};",
-        f"{made_on(lines)}. A seed deals the",
+        f"{made_on(cases)}. A seed deals the",
         "data, starts the network and draws the batches, so runs of one seed differ in their products alone. *Gap* is",
         "the mean over seeds of a run's difference from the exact one, with the standard error of that mean; *noise*",
         "is the standard deviation of the exact runs over seeds.",
@@ -59,4 +58,4 @@ def page(given: Namespace, lines: list[Line]) -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", cases, page, Path("results/precision.jsonl"), rounds=100, seeds=3)
+    main(__doc__ or "", changes, page, Path("results/precision.jsonl"), rounds=100, seeds=3)

@@ -3,67 +3,74 @@
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from metavd.bench.whole import SETTING
-from metavd.runs.provenance import provenance
-from metavd.runs.run import Silent, run
-from metavd.studies.side import jobs_for, side_by_side
+from metavd.runs.run import Listener, run
+from metavd.runs.store import Store
+from metavd.studies.lines import Line, identity, read
+from metavd.studies.many import carry_out, taken
 
-Line = dict[str, Any]
-"""One run: what it changes in the setting, where it was made, and its evaluations."""
-
-
-class _Curve(Silent):
-    """Remembers evaluations, accuracies in percent."""
-
-    def __init__(self) -> None:
-        self.points: list[dict[str, Any]] = []
-
-    def evaluation(self, round: int, summary: Any) -> None:
-        found = {part: 100 * summary[part]["accuracy"] for part in ("test", "unseen", "valid") if part in summary}
-        self.points.append({"round": round, **found, "nll": summary["test"]["nll"]})
+Changes = dict[str, Any]
+"""What a run changes in the setting."""
+SCOPE = "curve"
+"""Of the stores: a result is the evaluations of a run, accuracies in percent."""
 
 
-def _run(changes: dict[str, Any], root: str) -> Line:
-    curve = _Curve()
-    settings = SETTING | {"root": root, "device": "cuda"} | changes
-    run(listener=curve, **settings)
-    made = provenance(settings["device"])
-    made = {key: made[key] for key in ("commit", "machine", "torch")}
-    return {"changes": changes, **made, "date": time.strftime("%Y-%m-%d", time.gmtime()), "curve": curve.points}
+class Case(NamedTuple):
+    """One run of a study."""
+
+    changes: Changes
+    line: Line
+
+    @property
+    def curve(self) -> list[dict[str, float]]:
+        """Its evaluations, the first one first."""
+        return list(self.line["result"]["curve"])
 
 
-def _name(changes: dict[str, Any]) -> str:
-    return json.dumps(changes, sort_keys=True)
+def _point(round: int, summary: Mapping[str, Any]) -> dict[str, float]:
+    found = {part: 100 * summary[part]["accuracy"] for part in ("test", "unseen", "valid") if part in summary}
+    return {"round": round, **found, "nll": summary["test"]["nll"]}
 
 
-def carried_out(cases: Sequence[dict[str, Any]], store: Path, root: str | None) -> list[Line]:
-    """Return the lines of all cases that are in the store, in their order; with a root, run those that are missing."""
-    lines = map(json.loads, store.read_text().splitlines() if store.exists() else [])
-    done: dict[str, Line] = {_name(line["changes"]): line for line in lines}
+def curve(root: str, settings: dict[str, Any], folder: Path, listener: Listener) -> dict[str, Any]:
+    """Carry out one run on a GPU, and keep its evaluations; see `metavd.studies.many.Work`."""
+    result = run(**settings, root=root, device="cuda", out=folder, resume=True, listener=listener)
+    before = [line for line in Store(folder).read_rounds() if "test" in line and line["round"] < result["rounds"]]
+    points = [_point(line["round"], line) for line in before] + [_point(result["rounds"], result)]
+    return taken(result, {"curve": points})
+
+
+def carried_out(changes: Sequence[Changes], store: Path, root: str | None) -> list[Case]:
+    """Return all cases that are in the store, in their order; with a root, run those that are missing."""
+    settings = [SETTING | each for each in changes]
     if root is not None:
-        missing = [(changes, root) for changes in cases if _name(changes) not in done]
-        store.parent.mkdir(parents=True, exist_ok=True)
-        for _, line in side_by_side(_run, missing, jobs_for("cuda")):
-            done[_name(line["changes"])] = line
-            with store.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    return [done[_name(changes)] for changes in cases if _name(changes) in done]
+        work = Path("runs") / store.stem
+        tasks = dict(enumerate(settings))
+        for ended in carry_out(
+            tasks, partial(curve, root), store=store, scope=SCOPE, work=work, fails=(), refuses=(), jobs=0,
+            device="cuda",
+        ):  # fmt: skip
+            print(f"{ended.end}: {changes[ended.key]}")
+    lines = read(store, SCOPE, print)
+    names = [identity(each, SCOPE) for each in settings]
+    return [Case(each, lines[name]) for each, name in zip(changes, names, strict=True) if name in lines]
 
 
-def made_on(lines: Sequence[Line]) -> str:
+def made_on(cases: Sequence[Case]) -> str:
     """Return where and when runs were made."""
-    parts = {key: ", ".join(sorted({line[key] for line in lines})) for key in ("machine", "torch", "commit", "date")}
-    return f"{parts['machine']}, torch {parts['torch']}, commit {parts['commit']}, {parts['date']}"
+    lines = [case.line for case in cases]
+    parts = {key: ", ".join(sorted({line[key] for line in lines})) for key in ("machine", "commit", "date")}
+    torch = ", ".join(sorted({line["versions"]["torch"] for line in lines}))
+    return f"{parts['machine']}, torch {torch}, commit {parts['commit']}, {parts['date']}"
 
 
 def main(
-    doc: str, cases: Callable[[argparse.Namespace], Sequence[dict[str, Any]]], page: Callable[..., str], store: Path,
+    doc: str, changes: Callable[[argparse.Namespace], Sequence[Changes]], page: Callable[..., str], store: Path,
     **counts: int,
 ) -> None:  # fmt: skip
     """Read the command line, run what is missing, write the page; `counts` are options with their defaults."""
@@ -77,11 +84,11 @@ def main(
     given = parser.parse_args()
     if given.root is None and not given.render:
         parser.error("--root is missing; it names the folder with CIFAR-10's files")
-    wanted = cases(given)
-    lines = carried_out(wanted, given.store, None if given.render else given.root)
-    if len(lines) < len(wanted):
+    wanted = changes(given)
+    cases = carried_out(wanted, given.store, None if given.render else given.root)
+    if len(cases) < len(wanted):
         parser.error(
-            f"{given.store} holds {len(lines)} of {len(wanted)} runs; give --root, and not --render, for the rest"
+            f"{given.store} holds {len(cases)} of {len(wanted)} runs; give --root, and not --render, for the rest"
         )
     if given.page is not None:
-        given.page.write_text(page(given, lines))
+        given.page.write_text(page(given, cases))

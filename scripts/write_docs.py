@@ -1,6 +1,6 @@
-"""Write docs/methods.md from what methods and settings say of themselves.
+"""Write docs/methods.md, and the README's table of figures, from what methods, settings and figures say of themselves.
 
-With --check nothing is written, and the exit status is 1 if the page on disk differs.
+With --check nothing is written, and the exit status is 1 if a page on disk differs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ import numpy as np
 
 from metavd import arrays, methods
 from metavd.data.collection import collect
+from metavd.evaluate.figures import OWN
 from metavd.runs import settings as spec
 from metavd.schema import Option
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, README = ROOT / "docs" / "methods.md", ROOT / "README.md"
+MARKS = (
+    "<!-- figures: written by scripts/write_docs.py from src/metavd/evaluate/figures.py -->\n",
+    "<!-- end of figures -->",
+)
+"""What stands around the table of figures."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -158,21 +165,50 @@ Beside the method's options, every run has these settings, given in the same way
 {settings()}"""
 
 
+def measured() -> str:
+    """Return the figures of a result, with how they are taken over clients and how to read them."""
+    rows = [
+        [
+            f"**`{each.name}`**" if each.client else f"`{each.name}`",
+            each.unit,
+            each.better,
+            each.pool.says,
+            each.help + (f"; {each.more}" if each.more else ""),
+        ]
+        for each in OWN
+    ]
+    return table(["figure", "unit", "better", "over clients", "how to read it"], rows)
+
+
+def readme() -> str:
+    """Return the README with its table of figures as the registry has it."""
+    before, start, rest = README.read_text(encoding="utf-8").partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise SystemExit(f"README.md has lost the marks around its table of figures: {' and '.join(MARKS)}")
+    return before + start + measured() + end + after
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the page; return the exit status."""
+    """Write or check the pages; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is out of date")
-    text = page()
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    pages = {PAGE: page(), README: readme()}
     if not parser.parse_args(argv).check:
-        PAGE.write_text(text, encoding="utf-8")
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    old = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    changes = difflib.unified_diff(old.splitlines(), text.splitlines(), "on disk", "from the code", lineterm="", n=0)
-    for line in changes:
-        print(line, file=sys.stderr)
-    if old != text:
-        print("docs/methods.md is out of date: run python scripts/write_docs.py", file=sys.stderr)
-    return int(old != text)
+    status = 0
+    for path, text in pages.items():
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        sides = old.splitlines(), text.splitlines()
+        for line in difflib.unified_diff(*sides, "on disk", "from the code", lineterm="", n=0):
+            print(line, file=sys.stderr)
+        if old != text:
+            name = path.relative_to(ROOT)
+            print(f"{name} is out of date: run python scripts/write_docs.py", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
 
+from metavd.evaluate.figures import figures, of_clients
 from metavd.evaluate.metrics import (
-    CLIENT_FIGURES,
-    FIGURES,
     ClientResult,
     accuracy,
     bootstrap,
@@ -157,7 +156,7 @@ def test_summary_pools_all_other_figures():
     assert told["accuracy_pooled"] == accuracy(probs, y)
     assert told["entropy"] == entropy(probs).mean()
     assert summarize(results[::-1])["accuracy"] == pytest.approx(told["accuracy"])
-    assert tuple(told) == (*FIGURES, "clients", "samples")
+    assert tuple(told) == (*figures(), "intervals", "clients", "samples")
 
 
 def test_summary_of_uncertainty():
@@ -251,7 +250,7 @@ def test_a_client_s_own_figures():
         told, alone = client_figures(one), summarize([one])
         assert told == {name: pytest.approx(alone[name]) for name in told}
     assert set(client_figures(result(0, 3, 0, 0)).values()) == {None}
-    assert tuple(client_figures(result(0, 3, 0, 0))) == tuple(told) == CLIENT_FIGURES
+    assert tuple(client_figures(result(0, 3, 0, 0))) == tuple(told) == tuple(each.name for each in of_clients())
 
 
 def test_diagrams_are_plain_and_hold_every_row():

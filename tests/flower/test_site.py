@@ -14,7 +14,7 @@ from PIL import Image
 
 import metavd
 from metavd.data.source import digits, moments
-from metavd.evaluate.metrics import CLIENT_FIGURES
+from metavd.evaluate.figures import of_clients
 from metavd.flower.config import FederationError
 from metavd.flower.site import Look, agree, look, read_look, write_look
 from metavd.wire import decode
@@ -133,7 +133,7 @@ ALLOWED = {
 }  # fmt: skip
 METRICS = {
     "rows", "loss", "seconds", "train_size", "test_size", "bin_count", "bin_confidence", "bin_accuracy",
-    *CLIENT_FIGURES,
+    *(figure.name for figure in of_clients()),
 }  # fmt: skip
 
 

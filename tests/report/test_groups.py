@@ -5,15 +5,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from metavd.evaluate.figures import Column
 from metavd.evaluate.metrics import interval
 from metavd.report.groups import federation, gains, group, tasks
 from metavd.report.read import ReportError, read_run, read_runs
-from metavd.report.summary import HEADLINE, Column, columns, domain_columns, estimate, rows
+from metavd.report.summary import columns, domain_columns, estimate, headline_columns, rows
+from metavd.runs.settings import RUNTIME, Experiment, spec_hash
 
 
 @pytest.fixture
 def found(runs):
     return read_runs([runs])[0]
+
+
+VALUES = {
+    "root": ("a", "b"), "device": ("cpu", "cuda"), "precision": ("exact", "bf16"), "backend": ("loop", "vmap"),
+}  # fmt: skip
 
 
 def changed(run, **config):
@@ -35,6 +42,16 @@ def test_how_a_run_was_carried_out_does_not_make_a_group(found):
     groups, notes = group([*elsewhere, *found[1:]])
     assert len(groups) == 3
     assert notes == []
+
+
+@pytest.mark.parametrize("setting", sorted(RUNTIME))
+def test_no_runtime_setting_makes_a_group(found, setting):
+    """Law: a setting that is no part of a run's identity, precision included, is none of its group's either."""
+    name = {"method": "fedavg"} | {key: run.config[key] for run in found[:1] for key in ("clients", "rounds")}
+    one, other = (Experiment(**name, **{setting: value}) for value in VALUES.get(setting, (1, 2)))
+    assert spec_hash(one) == spec_hash(other)
+    elsewhere = [changed(found[0], **{setting: "elsewhere"}), *found[1:]]
+    assert len(group(elsewhere)[0]) == len(group(found)[0]) == 3
 
 
 def test_one_method_with_two_settings_is_named_by_what_differs(found):
@@ -139,8 +156,8 @@ def test_one_seed_shows_the_interval_over_clients(runs):
 def test_the_best_of_a_column_is_marked_in_its_direction(found):
     """Highest accuracy, lowest NLL; nothing is best where a column has no direction or all look alike."""
     groups, _ = group(found)
-    table = rows(groups)
-    for place, column in enumerate(HEADLINE):
+    table = rows(groups, headline_columns())
+    for place, column in enumerate(headline_columns()):
         values = np.array([float(row[place].value) for row in table])
         marked = [row[place].best for row in table]
         if column.better == 0 or len(set(values)) == 1:

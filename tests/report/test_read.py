@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
+from metavd.evaluate.figures import number
 from metavd.report.page import write_report
-from metavd.report.read import ReportError, number, read_run, read_runs
+from metavd.report.read import ReportError, read_run, read_runs
 
 FILES = ("config.toml", "rounds.jsonl", "clients.csv", "details.json")
 

@@ -14,7 +14,7 @@ from metavd.errors import SpecError
 from metavd.runs.run import Silent
 from metavd.runs.settings import Experiment
 from metavd.runs.store import StoreError
-from metavd.studies.compare import COLUMNS, cell, compare, markdown, summarize_runs, value_at
+from metavd.studies.compare import cell, columns, compare, markdown, summarize_runs
 
 TINY = {"clients": 4, "unseen": 2, "cohort": 2, "rounds": 1, "width": 8, "test_share": 0.9}
 
@@ -24,31 +24,34 @@ def fake(accuracy: float | None, down: int = 1_000_000) -> dict[str, Any]:
     return {"test": part, "unseen": part, "bytes": {"down": down, "up": 500_000}}
 
 
-def test_values_by_their_path() -> None:
-    result = fake(0.75)
-    assert value_at(result, "test.accuracy") == 0.75
-    assert value_at(result, "bytes.total") == 1_500_000
-    assert value_at(fake(None), "unseen.accuracy") is None
+TEST = next(column for column in columns() if column.title == "test accuracy %")
+
+
+def test_the_columns_are_the_headline_figures() -> None:
+    """Law: what every table shows is in this one, of both groups of clients, with the traffic."""
+    assert [column.title for column in columns()] == [
+        "test accuracy %", "unseen accuracy %", "test NLL", "unseen NLL", "test ECE %", "unseen ECE %", "MB sent",
+    ]  # fmt: skip
 
 
 def test_mean_and_interval_over_seeds() -> None:
     """Closed form: for 0.5, 0.6, 0.7 Student's half width is 4.3027 x 0.1 / sqrt(3)."""
     table = summarize_runs([fake(0.5), fake(0.6), fake(0.7)])
-    assert set(table) == set(COLUMNS)
+    assert list(table) == [column.title for column in columns()]
     value = table["test accuracy %"]
     assert value is not None
     assert value[0] == pytest.approx(60.0)
     assert value[1] == pytest.approx(4.302653 * 10 / math.sqrt(3), rel=1e-5)
-    assert cell("test accuracy %", value) == "60.0 ± 24.8"
+    assert cell(TEST, value) == "60.0 ± 24.8"
     sent = table["MB sent"]
     assert sent is not None
     assert sent[0] == pytest.approx(1.5)
 
 
 def test_one_seed_has_no_interval_and_nothing_is_a_dash() -> None:
-    assert cell("test accuracy %", summarize_runs([fake(0.5)])["test accuracy %"]) == "50.0"
+    assert cell(TEST, summarize_runs([fake(0.5)])["test accuracy %"]) == "50.0"
     assert summarize_runs([fake(None)])["test accuracy %"] is None
-    assert cell("test accuracy %", None) == "-"
+    assert cell(TEST, None) == "-"
 
 
 def test_markdown_is_a_table() -> None:

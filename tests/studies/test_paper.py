@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,14 @@ from metavd.data.source import SourceError
 from metavd.errors import SpecError
 from metavd.runs.run import InterruptedRun, Silent
 from metavd.runs.store import Store
-from metavd.studies import paper
-from metavd.studies.paper import PaperError, identity, plan, protocol, read, report, run_missing, settings_of, table
-from metavd.studies.tables import cells, tables
+from metavd.studies.lines import append, identity, read
+from metavd.studies.paper import carry
+from metavd.studies.paper.carry import run_missing
+from metavd.studies.paper.page import report
+from metavd.studies.paper.plan import needed, store_file
+from metavd.studies.paper.protocol import PaperError, overrides_from, protocol, settings_of
+from metavd.studies.paper.statistics import table
+from metavd.studies.paper.tables import cells, tables
 
 SMOKE = protocol(scale="smoke")
 
@@ -61,7 +64,7 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr(paper, "run", made)
+    monkeypatch.setattr(carry, "run", made)
     return made
 
 
@@ -123,17 +126,17 @@ def test_overrides_go_where_they_are_meant() -> None:
 def test_overrides_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "chosen.toml"
     path.write_text('["reptile+metavd@cifar100"]\nbeta = 2\nwidth = 256\n')
-    assert protocol(overrides=paper.overrides_from(path)).overrides == {
+    assert protocol(overrides=overrides_from(path)).overrides == {
         "reptile+metavd@cifar100": {"beta": 2.0, "width": 256}
     }
     path.write_text("beta = 2\n")
     with pytest.raises(PaperError, match=r"beta in .* is 2, but must be a table"):
-        paper.overrides_from(path)
+        overrides_from(path)
     path.write_text("beta = ")
     with pytest.raises(PaperError, match="are not TOML"):
-        paper.overrides_from(path)
+        overrides_from(path)
     with pytest.raises(PaperError, match="cannot read the overrides"):
-        paper.overrides_from(tmp_path / "none.toml")
+        overrides_from(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
@@ -177,70 +180,15 @@ def test_smoke_runs_are_small(name: str) -> None:
 # The store
 
 
-def line(name: str, scale: str = "full", **content: Any) -> dict[str, Any]:
-    return {"id": name, "scale": scale, "seed": 1, "settings": {"data": "digits"}, **(content or {"result": {}})}
-
-
-def test_lines_come_back_and_the_latest_counts(tmp_path: Path) -> None:
-    store = tmp_path / "new" / "paper.jsonl"
-    assert read(store) == {}
-    paper.append(store, line("a", result={"x": 1}))
-    paper.append(store, line("b", failed="diverged"))
-    paper.append(store, line("a", result={"x": 2}))
-    found = read(store)
-    assert list(found) == ["a", "b"]
-    assert found["a"]["result"] == {"x": 2}
-
-
-@pytest.mark.parametrize(
-    "cut", [b'{"id":"b","sc', b"[]", b"null", b"7", b'{"id":"b"}', b"\xff\xfe", b'{"id":"b","scale":"full"}']
-)
-def test_a_broken_last_line_is_noted_and_stays_alone(tmp_path: Path, cut: bytes) -> None:
-    """Law: what a crash leaves behind costs neither the lines before it nor the one after it."""
-    store = tmp_path / "paper.jsonl"
-    paper.append(store, line("a"))
-    with store.open("ab") as file:
-        file.write(cut)
-    notes: list[str] = []
-    assert list(read(store, note=notes.append)) == ["a"]
-    assert notes == [f"line 2 of {store} is no whole result of scale full and is left out"]
-    paper.append(store, line("c"))
-    assert list(read(store)) == ["a", "c"]
-
-
 def test_scales_are_stored_apart(tmp_path: Path) -> None:
     """Law: a smoke run's line is in a file of its own, and is not read as a real one even if it got into the other."""
     store = tmp_path / "paper.jsonl"
-    paper.append(store, line("a", "smoke"))
+    line = {"scope": "smoke", "settings": {"data": "digits"}, "result": {}}
+    append(store_file(store, "smoke"), line)
     assert not store.exists()
-    assert list(read(store, "smoke")) == ["a"]
+    assert len(read(store_file(store, "smoke"), "smoke")) == 1
     store.write_bytes((tmp_path / "paper.smoke.jsonl").read_bytes())
-    assert read(store) == {}
-
-
-def test_what_is_no_number_cannot_be_stored(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        paper.append(tmp_path / "paper.jsonl", line("a", result={"x": math.nan}))
-    assert read(tmp_path / "paper.jsonl") == {}
-
-
-APPEND = """
-import sys
-from metavd.studies.paper import append
-for i in range(100):
-    append(sys.argv[1], {"id": sys.argv[2] + str(i), "scale": "full", "settings": {"x": "y" * 5000}, "result": {}})
-"""
-
-
-def test_two_processes_append_at_once(tmp_path: Path) -> None:
-    """Law: no line is lost or torn when two processes write, even with a broken line before them."""
-    store = tmp_path / "paper.jsonl"
-    store.write_text('{"id":')
-    both = [subprocess.Popen([sys.executable, "-c", APPEND, str(store), name]) for name in "ab"]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    notes: list[str] = []
-    assert len(read(store, note=notes.append)) == 200
-    assert len(notes) == 1
+    assert read(store_file(store), "full") == {}
 
 
 # Running
@@ -250,7 +198,7 @@ def test_nothing_is_run_twice(tmp_path: Path, runs: Runs) -> None:
     """Law: a plan has each run once, however many tables and cells need it, and a second call finds nothing missing."""
     store = tmp_path / "paper.jsonl"
     names = ["T1", "T2", "T7"]
-    before = plan(names, store)
+    before = needed(names, store)
     assert len(before.missing) == 36 + 12 + 2  # T7; T1's third column; two rows of T2
     assert before.done == ()
     shared = next(run for run in before.missing if "T2 Reptile cifar100 5" in run.cells)
@@ -258,7 +206,7 @@ def test_nothing_is_run_twice(tmp_path: Path, runs: Runs) -> None:
     outcome = run_missing(names, store)
     assert len(runs.asked) == len(outcome.done) == 50
     assert len({json.dumps({**asked, "out": ""}, sort_keys=True) for asked in runs.asked}) == 50
-    after = plan(names, store)
+    after = needed(names, store)
     assert (len(after.done), after.missing) == (50, ())
     assert run_missing(names, store).done == ()
     assert len(runs.asked) == 50
@@ -296,25 +244,15 @@ def test_an_interruption_loses_the_run_in_flight_only(tmp_path: Path, runs: Runs
     def third_is_stopped(settings: Mapping[str, Any]) -> dict[str, Any]:
         if len(runs.asked) == 3:
             raise InterruptedRun("stopped after round 7")
-        assert len(read(store)) == len(runs.asked) - 1
+        assert len(read(store, "full")) == len(runs.asked) - 1
         return fake(settings)
 
     runs.answer = third_is_stopped
     with pytest.raises(InterruptedRun):
         run_missing(["T2"], store)
-    assert len(plan(["T2"], store).done) == 2
+    assert len(needed(["T2"], store).done) == 2
     runs.answer = fake
     assert len(run_missing(["T2"], store).done) == 2
-
-
-def test_folders_are_kept_only_where_asked(tmp_path: Path, runs: Runs) -> None:
-    """Law: a run works in WORK/identity; when its line is stored the folder goes, unless it is to stay."""
-    work = tmp_path / "work"
-    run_missing(["T2"], tmp_path / "a.jsonl", work=work)
-    assert [path.name for path in work.iterdir()] == ["claims"]
-    done = run_missing(["T2"], tmp_path / "b.jsonl", work=work, keep=True).done
-    assert {path.name for path in work.iterdir() if path.is_dir()} == {run.id for run in done}
-    assert [asked["out"] for asked in runs.asked[4:]] == [work / run.id for run in done]
 
 
 def test_a_diverged_run_is_stored_as_such(tmp_path: Path, runs: Runs) -> None:
@@ -327,8 +265,7 @@ def test_a_diverged_run_is_stored_as_such(tmp_path: Path, runs: Runs) -> None:
     runs.answer = diverge
     outcome = run_missing(["T2"], store, rows=["Reptile"], work=tmp_path / "work")
     assert [text for _, text in outcome.failed] == ["reptile diverged"]
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["claims"]
-    assert plan(["T2"], store, rows=["Reptile"]).missing == ()
+    assert needed(["T2"], store, rows=["Reptile"]).missing == ()
     answer = table("T2", store, rows=["Reptile"]).answers[0]
     assert answer.failures == ("seed 777: reptile diverged",)
     page = report(store, names=["T2"])
@@ -363,33 +300,7 @@ def test_a_run_without_data_stops_no_other(tmp_path: Path, runs: Runs) -> None:
         (("T2 Reptile+VD cifar100 5",), "there are no files")
     ]
     assert listener.told == ["T2 Reptile+VD cifar100 5 cannot be run: there are no files"]
-    assert len(plan(["T2"], tmp_path / "s.jsonl").missing) == 1
-
-
-HOLD = """
-import sys
-from metavd.studies.paper import _place
-with _place(sys.argv[1], sys.argv[2]) as folder:
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_processes_share_the_work(tmp_path: Path, runs: Runs) -> None:
-    """Law: a run that another process is at is left to it, and is free again when that process has died."""
-    store, work = tmp_path / "s.jsonl", tmp_path / "work"
-    taken = plan(["T2"], store).missing[1]
-    command = [sys.executable, "-c", HOLD, str(work), taken.id]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline().strip() == str(work / taken.id)
-        outcome = run_missing(["T2"], store, work=work)
-        other.kill()
-        other.wait()
-    assert [run.id for run in outcome.elsewhere] == [taken.id]
-    assert len(outcome.done) == 3
-    assert [run.id for run in run_missing(["T2"], store, work=work).done] == [taken.id]
-    assert len(runs.asked) == 4
+    assert len(needed(["T2"], tmp_path / "s.jsonl").missing) == 1
 
 
 def test_settings_of_no_cell_are_refused(tmp_path: Path) -> None:
@@ -403,8 +314,8 @@ def test_smoke_runs_end_to_end(tmp_path: Path) -> None:
     outcome = run_missing(["T2"], store, how=SMOKE, work=work, keep=True, device="cpu")
     assert len(outcome.done) == 4
     raw = (tmp_path / "s.smoke.jsonl").read_bytes().splitlines()
-    assert all(len(row) < 2000 for row in raw)
-    stored = read(store, "smoke")[outcome.done[3].id]
+    assert all(len(row) < 4000 for row in raw)
+    stored = read(store_file(store, "smoke"), "smoke")[outcome.done[3].id]
     assert {"spec", "commit", "device", "machine", "versions", "seed"} <= set(stored)
     folder = Store(work / outcome.done[3].id)
     result, first = folder.read_result(), folder.read_rounds()[0]
@@ -441,11 +352,13 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     listener = Stopping()
     with pytest.raises(InterruptedRun):
         run_missing(["T2"], tmp_path / "a.jsonl", work=tmp_path / "work", listener=listener, **what)
-    assert read(tmp_path / "a.jsonl", "smoke") == {}
+    assert read(tmp_path / "a.smoke.jsonl", "smoke") == {}
     run_missing(["T2"], tmp_path / "a.jsonl", work=tmp_path / "work", listener=listener, **what)
     assert listener.began == [0, 1]
     run_missing(["T2"], tmp_path / "b.jsonl", **what)
-    ours, whole = (next(iter(read(tmp_path / name, "smoke").values()))["result"] for name in ("a.jsonl", "b.jsonl"))
+    ours, whole = (
+        next(iter(read(tmp_path / name, "smoke").values()))["result"] for name in ("a.smoke.jsonl", "b.smoke.jsonl")
+    )
     assert {**ours, "seconds": 0} == {**whole, "seconds": 0}
 
 
@@ -475,9 +388,7 @@ def stored(tmp_path: Path, values: Mapping[int, tuple[float, float]], **more: An
             "versions": {"metavd": "0", "torch": "2"}
         }
         content = {**result, **parts, "error": {"test": 0.01, "unseen": 0.02}, **more}
-        paper.append(
-            store, {"id": identity(settings), "scale": "full", "settings": settings, **about, "result": content}
-        )
+        append(store, {"scope": "full", "settings": settings, **about, "result": content})
     return store
 
 
@@ -539,7 +450,7 @@ def test_the_average_of_the_last_evaluations(tmp_path: Path) -> None:
     assert test.ours == pytest.approx(46.0)
     assert unseen.ours is None
     assert table("T2", store, rows=["Reptile"]).answers[0].figures[0].ours == pytest.approx(50.0)
-    assert plan(["T2"], store, how=how, rows=["Reptile"]).missing == ()
+    assert needed(["T2"], store, how=how, rows=["Reptile"]).missing == ()
 
 
 # The page
@@ -589,9 +500,3 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PaperError, match="cannot write the report"):
         report(tmp_path / "s.jsonl", tmp_path / "file" / "paper.md", names=["T9"])
-    with pytest.raises(PaperError, match="cannot write to the store"):
-        paper.append(tmp_path / "file" / "s.jsonl", line("a"))
-    with pytest.raises(PaperError, match="cannot write to the work folder"):
-        run_missing(["T9"], tmp_path / "s.jsonl", work=tmp_path / "file" / "work")
-    with pytest.raises(PaperError, match="cannot read the store"):
-        read(tmp_path)

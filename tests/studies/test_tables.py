@@ -13,7 +13,7 @@ import pytest
 
 from metavd import methods
 from metavd.runs.settings import FROM_DATA, Experiment, resolve, with_settings
-from metavd.studies.tables import MEASURES, Cell, Figure, TableError, cells, get, tables
+from metavd.studies.paper.tables import MEASURES, Cell, Figure, TableError, cells, get, tables
 
 SPEC = Path(__file__).parents[3] / "shared" / "spec" / "metavd.md"
 

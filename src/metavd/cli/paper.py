@@ -13,7 +13,9 @@ import click
 from .terminal import Reporter, at_once, console
 
 if TYPE_CHECKING:
-    from ..studies.paper import Answer, Compared, Plan, Protocol, Run, View
+    from ..studies.paper.plan import Needed, Run
+    from ..studies.paper.protocol import Protocol
+    from ..studies.paper.statistics import Answer, Compared, View
 
 STORE = "results/paper.jsonl"
 PAGE = "docs/paper.md"
@@ -59,11 +61,13 @@ def paper_command(
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
-    from ..studies import paper
-    from ..studies.tables import get, tables
+    from ..studies.paper.plan import needed, store_file
+    from ..studies.paper.protocol import overrides_from, protocol
+    from ..studies.paper.statistics import table as compared
+    from ..studies.paper.tables import get, tables
 
-    chosen = paper.overrides_from(Path(overrides)) if overrides else None
-    how = paper.protocol(
+    chosen = overrides_from(Path(overrides)) if overrides else None
+    how = protocol(
         scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds
     )  # fmt: skip
     action = what[0] if what[0] in {"list", "report"} else ""
@@ -78,30 +82,32 @@ def paper_command(
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
     if plan_only:
-        _print_plan(paper.plan(names, store, retry=retry, note=reporter.note, **part))
+        _print_plan(needed(names, store, retry=retry, note=reporter.note, **part))
         return
     _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, runtime=runtime)
     for name in names:
-        _print_view(paper.table(name, store, **part))
-    click.echo(f"Finished runs: {paper.store_file(store, scale)}")
+        _print_view(compared(name, store, **part))
+    click.echo(f"Finished runs: {store_file(store, scale)}")
 
 
 def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter: Reporter) -> None:
     from ..report.paper import draw_paper
-    from ..studies import paper
+    from ..studies.paper import page as pages
+    from ..studies.paper.statistics import table as compared
 
-    views = [paper.table(name, store, how=how) for name in names]
+    views = [compared(name, store, how=how) for name in names]
     folder = out.with_name(f"{out.stem}_files")
     pictures = [(caption, f"{folder.name}/{path.name}") for caption, path in draw_paper(views, folder)]
     command = f"metavd {shlex.join(sys.argv[1:])}"
-    paper.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
+    pages.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
     click.echo(f"Written: {out}" + (f", and figures in {folder}" if pictures else ""))
 
 
 def _run(
     names: Sequence[str], store: str, part: dict[str, Any], reporter: Reporter, *, runtime: dict[str, Any], **how: Any
 ) -> None:
-    from ..studies import paper
+    from ..studies.paper.carry import run_missing
+    from ..studies.paper.protocol import PaperError
 
     def progress(run: Run, number: int, total: int) -> None:
         reporter.stop()
@@ -109,23 +115,23 @@ def _run(
 
     given = {key: value for key, value in runtime.items() if value is not None}
     try:
-        outcome = paper.run_missing(names, store, listener=reporter, progress=progress, **part, **how, **given)
+        outcome = run_missing(names, store, listener=reporter, progress=progress, **part, **how, **given)
     finally:
         reporter.stop()
     if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
-        raise paper.PaperError(outcome.refused[0][1])
+        raise PaperError(outcome.refused[0][1])
 
 
 def _print_list(names: Sequence[str], store: str, how: Protocol, reporter: Reporter, *, in_full: bool) -> None:
     from rich.table import Table
 
-    from ..studies import paper
-    from ..studies.tables import cells, get
+    from ..studies.paper.plan import needed
+    from ..studies.paper.tables import cells, get
 
     table = Table("table", "what it is", "cells", "runs done")
     for name in names:
         shown = get(name)
-        plan = paper.plan([name], store, how=how, note=reporter.note)
+        plan = needed([name], store, how=how, note=reporter.note)
         about = shown.title
         if in_full:
             about += f"\nrows: {', '.join(shown.rows)}\ncolumns: {', '.join(shown.columns)}"
@@ -134,7 +140,7 @@ def _print_list(names: Sequence[str], store: str, how: Protocol, reporter: Repor
     console().print(table)
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Needed) -> None:
     for run in plan.missing:
         click.echo(f"{run.settings.get('method', 'no training')}, seed {run.settings['seed']}: {', '.join(run.cells)}")
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
@@ -143,14 +149,14 @@ def _print_plan(plan: Plan) -> None:
 def _print_view(view: View) -> None:
     from rich.table import Table
 
-    from ..studies.tables import MEASURES
+    from ..studies.paper.tables import MEASURES
 
     out = console()
     for column in dict.fromkeys(answer.cell.column for answer in view.answers):
         title = f"{view.table.name}, {column}: {view.table.title}"
         table = Table("", title=title, title_justify="left")
         for figure in view.table.figures:
-            table.add_column(MEASURES[figure].heading, justify="right")
+            table.add_column(MEASURES[figure].title, justify="right")
             if view.how.scale == "full":
                 table.add_column("paper", justify="right")
                 table.add_column("difference", justify="right")

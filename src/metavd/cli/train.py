@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,7 @@ def compare_command(
     """
     from rich.table import Table
 
-    from ..studies.compare import COLUMNS, cell, compare
+    from ..studies.compare import cell, columns, compare
 
     methods, more = words(given_words)
     if not methods:
@@ -121,10 +121,10 @@ def compare_command(
         reporter.stop()
     table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
+    for column in columns():
+        table.add_column(column.title, justify="right")
     for name, row in rows.items():
-        table.add_row(name, *(cell(heading, row[heading]) for heading in COLUMNS))
+        table.add_row(name, *(cell(column, row[column.title]) for column in columns()))
     console().print(table)
     click.echo(f"Files: {folder / 'comparison.md'}, {folder / 'comparison.json'}")
 
@@ -138,24 +138,14 @@ def show_command(folders: tuple[str, ...]) -> None:
     print_results([Store(Path(folder)).read_result() for folder in folders])
 
 
-_ROWS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Any], str], ...] = (
-    ("accuracy", "%", lambda part: part["accuracy"], "mean over clients, weighted by their training data"),
-    ("worst client", "%", lambda part: part["worst_client"], "accuracy of the client served worst"),
-    (
-        "calibration error",
-        "%",
-        lambda part: part["ece_top1"],
-        "how far confidence is from accuracy (ECE); lower is better",
-    ),
-    ("NLL", "", lambda part: part["nll"], "surprise at the true labels; lower is better"),
-)
-
-
 def print_results(results: Sequence[Mapping[str, Any]]) -> None:
     """Print what a newcomer wants to know of one run or of several side by side."""
     from rich.table import Table
 
+    from ..evaluate.figures import get, headline, number
+
     first = results[0]
+    share = get("accuracy").text
     title = f"{first['data']}, {first['rounds']} rounds, seed {first['seed']}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -165,24 +155,18 @@ def print_results(results: Sequence[Mapping[str, Any]]) -> None:
     for part, name in (("test", "participating"), ("unseen", "never seen")):
         counts = "/".join(dict.fromkeys(str(result[part]["clients"]) for result in results))
         table.add_row(f"[bold]{name} clients ({counts})[/bold]", *[""] * len(results), "")
-        for label, unit, get, meaning in _ROWS:
-            table.add_row(f"  {label}", *(_number(get(result[part]), unit) for result in results), meaning)
+        for figure in headline(wide=True):
+            values = (figure.text(number(result, part, figure.name)) for result in results)
+            meaning = figure.help + ("; lower is better" if figure.better == "lower" else "")
+            table.add_row(f"  {figure.label or figure.title or figure.name}", *values, meaning)
         for domain in first.get("domains", ()):
-            found = (result.get("domains", {}).get(domain, {}).get(part) for result in results)
-            table.add_row(f"  accuracy on {domain}", *(_number(value, "%") for value in found), "of its test rows")
+            values = (share(number(result, "domains", domain, part)) for result in results)
+            table.add_row(f"  accuracy on {domain}", *values, "of its test rows")
         table.add_section()
     table.add_row("[bold]cost[/bold]", *[""] * len(results), "")
     table.add_row("  traffic MB", *(f"{(r['bytes']['down'] + r['bytes']['up']) / 1e6:.2f}" for r in results),
                   "sent in both directions in all rounds")  # fmt: skip
     if any(result["sparsity"]["layer"] for result in results):
-        table.add_row(
-            "  weights dropped", *(_number(r["sparsity"]["layer"], "%") for r in results), "in the masked layer"
-        )
+        table.add_row("  weights dropped", *(share(r["sparsity"]["layer"]) for r in results), "in the masked layer")
     table.add_row("  seconds", *(f"{result['seconds']:.1f}" for result in results), "training and evaluation")
     console().print(table)
-
-
-def _number(value: float | None, unit: str) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f} %" if unit == "%" else f"{value:.3f}"

@@ -1,4 +1,4 @@
-"""How far predicted probabilities are from what comes true, and one number that mends it: the temperature.
+"""How far predicted probabilities are from what comes true, and the temperature that corrects them.
 
     ECE = sum_b n_b / n |acc_b - conf_b|        MCE = max_b |acc_b - conf_b|
 
@@ -8,11 +8,12 @@ Four ways to make bins stand side by side, because the paper's is not the usual 
 |---|---|---|
 | `top1` | the probability of the predicted class | 15 of equal width |
 | `mass` | the same | 15 of equal counts |
-| `classwise` | every class's probability by itself, one versus the rest | 15 of equal width a class |
+| `classwise` | every class's probability by itself, one versus the rest | 15 of equal width for each class |
 | `flat` | all N K class probabilities together, one versus the rest; the paper's | 10 of equal width |
 
 Most of N K probabilities are near 0 and right, which makes `flat` and `classwise` about 2/K of `top1`; see section 8
-of the facts. With few samples a bin every ECE is too large, the more so the fewer: compare only equal sample counts.
+of the facts. With few samples per bin every ECE is too large, and the fewer the larger: compare only equal
+sample counts.
 NumPy, float64, fractions in [0, 1].
 
 Shape letters: N samples, K classes, M bins.

@@ -1,6 +1,6 @@
 """How good, and how honest, predicted probabilities are, for one client and over clients. NumPy, float64.
 
-The home of what clients answered (`ClientResult`) and of the figures that are stored. Single figures come from
+Sums up what clients answered (`ClientResult`) by the figures of the registry (`figures`). Single figures come from
 `scores` (accuracy, likelihood, Brier), `calibration`, `uncertainty` and `intervals`, and are also named here.
 
 Shape letters: C clients, N samples, K classes.
@@ -8,13 +8,14 @@ Shape letters: C clients, N samples, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import calibration, scores
+from . import calibration
+from .answers import Answers, ClientResult
 from .calibration import (
     Reliability,
     ece_classwise,
@@ -31,124 +32,53 @@ from .calibration import (
     temperature,
     top1,
 )
+from .figures import ROWS, Figure, by_client, figures, of_clients, together, weights
 from .intervals import bootstrap, bounds, interval, resampled
-from .scores import accuracy, brier, nll
+from .scores import accuracy, batch_accuracy, brier, nll
 from .uncertainty import auroc, entropy
 
 __all__ = [
-    "CLIENT_FIGURES", "FIGURES", "ClientResult", "Reliability", "accuracy", "auroc", "batch_accuracy", "bootstrap",
-    "brier", "client_figures", "diagrams", "ece_classwise", "ece_flat", "ece_mass", "ece_top1", "entropy", "flat",
-    "gap_interval", "interval", "mce_classwise", "mce_flat", "mce_mass", "mce_top1", "nll", "of_classes",
-    "reliability", "scaled", "summarize", "temperature", "tempered", "top1",
+    "Answers", "ClientResult", "Reliability", "accuracy", "auroc", "batch_accuracy", "bootstrap", "brier",
+    "client_figures", "diagrams", "ece_classwise", "ece_flat", "ece_mass", "ece_top1", "entropy", "flat",
+    "gap_interval", "interval", "intervals", "mce_classwise", "mce_flat", "mce_mass", "mce_top1", "nll", "nothing",
+    "of_classes", "reliability", "scaled", "summarize", "temperature", "tempered", "top1",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)  # equality of arrays has no truth value
-class ClientResult:
-    """What one client's personalised model answered on the client's test rows."""
-
-    client: int
-    train_size: int
-    probs: np.ndarray
-    """(N, K)"""
-    y: np.ndarray
-    """(N,)"""
-    known: np.ndarray | None = None
-    """(K,) bool: the client has training rows of the class. None where nobody looked."""
-    information: np.ndarray | None = None
-    """(N,) mutual information of label and weights, see `core.predict`; None where the method makes no draws."""
-
-
-FIGURES = (
-    "accuracy", "accuracy_pooled", "accuracy_uniform", "worst_client", "percentile_10",
-    "nll", "brier",
-    "ece_top1", "ece_mass", "ece_classwise", "ece_flat", "mce_top1", "mce_mass", "mce_classwise", "mce_flat",
-    "entropy", "mutual_information",
-    "auroc_wrong", "auroc_unknown", "auroc_wrong_information", "auroc_unknown_information", "unknown_share",
-    "intervals",
-)  # fmt: skip
-"""What `summarize` returns, besides the numbers of clients and samples."""
-CLIENT_FIGURES = (
-    "accuracy", "nll", "brier", "ece_top1", "entropy", "mutual_information", "auroc_wrong", "auroc_unknown",
-)  # fmt: skip
-"""What `client_figures` returns."""
-
-
 def summarize(results: Sequence[ClientResult], *, released: bool = False) -> dict[str, Any]:
-    """Return the figures of a group of clients.
+    """Return every figure of a group of clients, 95 % bootstrap intervals over clients, and how many there are.
 
         accuracy = sum_i n_i acc_i / sum_i n_i,   n_i the *training* size (the paper's headline number)
 
-    `accuracy_pooled` weights every test row alike, `accuracy_uniform` every client; `worst_client` is the lowest client
-    accuracy, `percentile_10` the one that a tenth of the clients stay below. All other figures are pooled over test
-    rows. `auroc_wrong` and `auroc_unknown` say how well the entropy of an answer tells wrong from right, and classes
-    that the client has no training row of from those it has; `..._information` the same of the mutual information.
-    `intervals` holds 95 % bootstrap intervals over clients.
-
-    A figure that is not defined is None: without draws, without unknown classes, without a wrong answer, with one
-    client alone (intervals), without training rows (`accuracy`). Clients without test rows have no say; where nobody
-    has any, every figure is None and the counts are 0.
+    The other figures are in the registry, `figures`. One that is not defined is None: without draws, without unknown
+    classes, without a wrong answer, with one client alone (intervals), without training rows (`accuracy`). Clients
+    without test rows have no say; where nobody has any, every figure is None and the counts are 0.
     released=True takes a client's accuracy by `batch_accuracy` and leaves p = 1 out of the flat calibration error.
     """
     tested = [result for result in results if len(result.y)]
     if not tested:
-        return {**dict.fromkeys(FIGURES), "clients": 0, "samples": 0}
-    probs = np.concatenate([np.asarray(result.probs, np.float64) for result in tested])
-    y = np.concatenate([result.y for result in tested])
-    size = np.array([len(result.y) for result in tested])
-    train = np.array([result.train_size for result in tested], np.float64)
-    first = size.cumsum() - size
-
-    def by_client(row: np.ndarray) -> np.ndarray:
-        mean: np.ndarray = np.add.reduceat(row.astype(np.float64), first) / size
-        return mean
-
-    right = scores.correct(probs, y)
-    plain = by_client(right)
-    each = np.array([batch_accuracy(result.probs, result.y) for result in tested]) if released else plain
-    surprise, error = scores.surprise(probs, y), scores.squared_error(probs, y)
+        return nothing()
+    answers = Answers(tested, released)
+    values = {name: _pooled(figure, answers) for name, figure in figures().items()}
     means = {
-        "accuracy": (each, train),
-        "accuracy_pooled": (plain, size),
-        "accuracy_uniform": (each, np.ones(len(tested))),
-        "nll": (by_client(surprise), size),
-        "brier": (by_client(error), size),
+        name: (_each(figure, answers), weights(figure.pool, answers.train_size, answers.test_size))
+        for name, figure in figures().items()
+        if figure.interval
     }
-    bins = _reliabilities(probs, y, released=released)
-    information, unknown = _joined([result.information for result in tested]), _unknown(tested)
-    return {
-        "accuracy": float((train * each).sum() / train.sum()) if train.any() else None,
-        "accuracy_pooled": float(right.mean()),
-        "accuracy_uniform": float(each.mean()),
-        "worst_client": float(each.min()),
-        "percentile_10": float(np.percentile(each, 10)),
-        "nll": float(surprise.mean()),
-        "brier": float(error.mean()),
-        **{f"ece_{name}": calibration.expected_error(diagram) for name, diagram in bins.items()},
-        **{f"mce_{name}": calibration.maximum_error(diagram) for name, diagram in bins.items()},
-        **_doubts(entropy(probs), information, ~right, unknown),
-        "auroc_wrong_information": _told(information, ~right),
-        "auroc_unknown_information": _told(information, unknown),
-        "unknown_share": None if unknown is None else float(unknown.mean()),
-        "intervals": _intervals(means),
-        "clients": len(tested),
-        "samples": len(y),
-    }
+    return {**values, "intervals": intervals(means), "clients": len(tested), "samples": len(answers.y)}
+
+
+def nothing() -> dict[str, Any]:
+    """Return the summary of clients without a test row."""
+    return {**dict.fromkeys(figures()), "intervals": None, "clients": 0, "samples": 0}
 
 
 def client_figures(result: ClientResult) -> dict[str, float | None]:
     """Return one client's own figures, None where they are not defined: a line of a table of clients."""
     if not len(result.y):
-        return dict.fromkeys(CLIENT_FIGURES)
-    probs, y = result.probs, result.y
-    right = scores.correct(probs, y)
-    return {
-        "accuracy": float(right.mean()),
-        "nll": nll(probs, y),
-        "brier": brier(probs, y),
-        "ece_top1": ece_top1(probs, y),
-        **_doubts(entropy(probs), result.information, ~right, _unknown([result])),
-    }
+        return {figure.name: None for figure in of_clients()}
+    answers = Answers([result])
+    return {figure.name: together(figure.take, answers) for figure in of_clients()}
 
 
 def diagrams(results: Sequence[ClientResult], *, released: bool = False) -> dict[str, dict[str, list[Any]]] | None:
@@ -159,9 +89,8 @@ def diagrams(results: Sequence[ClientResult], *, released: bool = False) -> dict
     tested = [result for result in results if len(result.y)]
     if not tested:
         return None
-    probs, y = np.concatenate([result.probs for result in tested]), np.concatenate([result.y for result in tested])
-    bins = _reliabilities(probs, y, released=released)
-    return {name: calibration.plain(bins[name]) for name in ("top1", "mass", "flat")}
+    answers = Answers(tested, released)
+    return {name: calibration.plain(answers.diagram(name)) for name in ("top1", "mass", "flat")}
 
 
 def gap_interval(
@@ -197,18 +126,6 @@ def tempered(results: Sequence[ClientResult], held: Sequence[ClientResult]) -> l
     ]
 
 
-_RELEASED_BATCH = 100
-
-
-def batch_accuracy(probs: np.ndarray, y: np.ndarray) -> float:
-    """Return the mean over batches of 100 rows of their accuracies, a short last batch counting as a whole one.
-
-    That is how the released code tests a client; it differs from `accuracy` for clients with more than 100 rows.
-    """
-    starts = range(0, len(y), _RELEASED_BATCH)
-    return float(np.mean([accuracy(probs[s : s + _RELEASED_BATCH], y[s : s + _RELEASED_BATCH]) for s in starts]))
-
-
 def of_classes(results: Sequence[ClientResult], first: int, count: int) -> list[ClientResult]:
     """Keep each client's rows whose label is one of `count` classes from `first` on: one domain of several."""
     kept = []
@@ -219,44 +136,28 @@ def of_classes(results: Sequence[ClientResult], first: int, count: int) -> list[
     return kept
 
 
-def _reliabilities(probs: np.ndarray, y: np.ndarray, *, released: bool) -> dict[str, Reliability]:
-    return {
-        "top1": calibration.top1(probs, y),
-        "mass": calibration.mass(probs, y),
-        "classwise": calibration.classwise(probs, y),
-        "flat": calibration.flat(probs, y, released=released),
-    }
+def intervals(means: Mapping[str, tuple[np.ndarray | None, np.ndarray]]) -> dict[str, list[float] | None]:
+    """Return the bootstrap intervals of weighted means over the same resampled clients, by name.
+
+    `means` has (C,) figures and (C,) weights of clients; None in place of figures where they are not defined.
+    """
+    known = {name: (values, weight) for name, (values, weight) in means.items() if values is not None}
+    found: dict[str, list[float] | None] = dict.fromkeys(means)
+    if known and len(next(iter(known.values()))[1]) > 1:
+        values, weight = (np.stack(columns, 1) for columns in zip(*known.values(), strict=True))
+        found |= dict(zip(known, map(bounds, resampled(values, weight).T), strict=True))
+    return found
 
 
-def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Join what all clients have; None where one of them has none."""
-    there = [part for part in parts if part is not None]
-    return np.concatenate(there) if len(there) == len(parts) else None
+def _each(figure: Figure, answers: Answers) -> np.ndarray | None:
+    """Return (C,) the clients' own figures, as this figure pools them."""
+    return by_client(figure.take, answers, released=answers.released and figure.pool is not ROWS)
 
 
-def _unknown(tested: Sequence[ClientResult]) -> np.ndarray | None:
-    """Return (N,) bool: the client has no training row of the label."""
-    return _joined([None if result.known is None else ~result.known[result.y] for result in tested])
-
-
-def _doubts(
-    doubt: np.ndarray, information: np.ndarray | None, wrong: np.ndarray, unknown: np.ndarray | None
-) -> dict[str, float | None]:
-    return {
-        "entropy": float(doubt.mean()),
-        "mutual_information": None if information is None else float(information.mean()),
-        "auroc_wrong": _told(doubt, wrong),
-        "auroc_unknown": _told(doubt, unknown),
-    }
-
-
-def _told(score: np.ndarray | None, what: np.ndarray | None) -> float | None:
-    return None if score is None or what is None else auroc(score, what)
-
-
-def _intervals(means: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, list[float] | None]:
-    """Return the bootstrap intervals of weighted means over the same resampled clients, by name."""
-    values, weights = (np.stack(columns, 1) for columns in zip(*means.values(), strict=True))
-    if len(values) < 2:
-        return dict.fromkeys(means)
-    return dict(zip(means, map(bounds, resampled(values, weights).T), strict=True))
+def _pooled(figure: Figure, answers: Answers) -> float | None:
+    if figure.pool.over is None:
+        return together(figure.take, answers)
+    each = _each(figure, answers)
+    if each is None:
+        return None
+    return figure.pool.over(each, weights(figure.pool, answers.train_size, answers.test_size))

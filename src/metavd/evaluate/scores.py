@@ -29,6 +29,23 @@ def brier(probs: np.ndarray, y: np.ndarray) -> float:
     return _mean(squared_error(probs, y))
 
 
+_RELEASED_BATCH = 100
+
+
+def batch_accuracy(probs: np.ndarray, y: np.ndarray) -> float:
+    """Return the accuracy as the released code tests a client, see `batch_mean`."""
+    return batch_mean(correct(probs, y))
+
+
+def batch_mean(values: np.ndarray) -> float:
+    """Return the mean over batches of 100 rows of their means, a short last batch counting as a whole one.
+
+    It differs from the mean over rows for clients with more than 100 of them.
+    """
+    starts = range(0, len(values), _RELEASED_BATCH)
+    return float(np.mean([values[start : start + _RELEASED_BATCH].mean() for start in starts]))
+
+
 def correct(probs: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return (N,) bool: the largest probability is the label's."""
     sound = checked(probs)

@@ -24,13 +24,13 @@ from ..core.types import Algorithm, NonFiniteError
 from ..data.cohort import PERSONAL, TEST, TRAIN, batches
 from ..data.source import Source
 from ..engine.machine import tuned
-from ..evaluate.calibration import plain, top1
-from ..evaluate.metrics import ClientResult, client_figures
+from ..evaluate.metrics import ClientResult
 from ..evaluate.personal import respond
 from ..models import model_for
 from ..runs.run import num_weights
 from ..runs.settings import Experiment
 from ..wire import decode, encode
+from . import figures
 from .config import FederationError
 from .message import Order, read_order, read_spec, write_reply
 from .site import Site, look, settle, write_look
@@ -136,8 +136,7 @@ def evaluate(message: Message, context: Context) -> RecordDict:
     known = np.bincount(y[train_rows], minlength=federation.source.num_classes) > 0
     information = answer.drawn["information"].cpu().numpy() if answer.drawn else None
     result = ClientResult(order.client, len(train_rows), probs, y[test_rows], known, information)
-    bins = {f"bin_{name}": value for name, value in plain(top1(probs, result.y)).items() if name != "edges"}
-    return write_reply(order.done, metrics | client_figures(result) | bins)
+    return write_reply(order.done, metrics | figures.sent(result))
 
 
 def _start(message: Message, context: Context) -> tuple[Order, Built, Site]:

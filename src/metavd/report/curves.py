@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from ..evaluate.figures import headline, number
 from .groups import Group
 from .pictures import Picture, logarithmic, marked, panel
-from .read import PARTS, Run, number
+from .read import PARTS, Run
 
 Series = dict[float, float]
 """Round (or MB) -> value."""
@@ -45,14 +46,13 @@ def recorded(run: Run, *names: str) -> Series:
 
 
 def learning(groups: Sequence[Group]) -> Iterator[Picture]:
-    """Draw accuracy, worst client and NLL at the evaluations, and the training loss."""
-    for part, name in PARTS.items():
-        title = f"Accuracy, %: {name} clients"
-        yield from _lines(f"curve-accuracy-{part}", title, groups, _at(part, "accuracy", factor=100))
-    title = "Worst client, %: participating clients"
-    yield from _lines("curve-worst-test", title, groups, _at("test", "worst_client", factor=100))
-    for part, name in PARTS.items():
-        yield from _lines(f"curve-nll-{part}", f"NLL: {name} clients", groups, _at(part, "nll"), log=True)
+    """Draw the headline figures at the evaluations, and the training loss."""
+    for shown in headline(wide=True):
+        for part, name in PARTS.items() if shown.headline == "always" else [("test", PARTS["test"])]:
+            yield from _lines(
+                f"curve-{shown.name}-{part}", f"{shown.heading}: {name} clients", groups,
+                _at(part, shown.name, factor=shown.factor), log=shown.unit != "%",
+            )  # fmt: skip
     yield from _lines("curve-loss", "Training loss of the cohort", groups, lambda run: recorded(run, "loss"), log=True)
 
 
@@ -105,7 +105,7 @@ def _lines(
     name: str, title: str, groups: Sequence[Group], values: Callable[[Run], Series], *, x: str = "round",
     log: bool = False, zero: bool = False,
 ) -> Iterator[Picture]:  # fmt: skip
-    """Draw one line a group: the mean over its seeds and, of few groups, their range."""
+    """Draw one line for each group: the mean over its seeds and, of few groups, their range."""
     figure, axes = panel(title)
     drawn, everything = [], []
     for group in groups:
@@ -132,4 +132,4 @@ def _lines(
     axes.set_xlabel(x)
     if x == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line a method", figure, tuple(drawn))
+    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line for each method", figure, tuple(drawn))

@@ -1,4 +1,4 @@
-"""Whom a method serves better than the baseline does: one dot a client, by how much data it has."""
+"""Whom a method serves better than the baseline does: one dot for each client, by how much data it has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..evaluate.figures import Figure, of_clients
 from .groups import Gain, Group, federation
 from .pictures import INK, PAPER, Picture, logarithmic, panel, short, tag
 from .read import Run
@@ -15,12 +16,10 @@ _DOTS = 400
 """Dots of a picture; of more clients every n-th is drawn."""
 _ROWS = 500
 """Clients of each kind and seed in the page's table; all of them are in clients.csv."""
-_FIGURES = {"accuracy": "accuracy %", "nll": "NLL", "brier": "Brier score", "ece_top1": "ECE %", "entropy": "entropy"}
-_PERCENT = ("accuracy", "ece_top1")
 
 
 def pictures(gains: Sequence[Gain], baseline: str) -> Iterator[Picture]:
-    """Draw size against gain, one panel a group, all on the same scales."""
+    """Draw size against gain, one panel for each group, all on the same scales."""
     if not gains:
         return
     sizes = np.concatenate([gain.size for gain in gains])
@@ -58,17 +57,19 @@ def table(groups: Sequence[Group]) -> dict[str, Any]:
             if run.clients:
                 sets.setdefault(federation(run), []).append((group, run))
     seeds = [members[0][1].seed for members in sets.values()]
+    there = {name for members in sets.values() for _, run in members for each in run.clients for name in each.figures}
+    shown = [figure for figure in of_clients() if figure.name in there]
     return {
-        "figures": [{"key": key, "name": name} for key, name in _FIGURES.items()],
+        "figures": [{"key": figure.name, "name": figure.column().title} for figure in shown],
         "groups": [group.name for group in groups],
         "sets": sorted(
-            (_set(members, alone=seeds.count(members[0][1].seed) == 1) for members in sets.values()),
+            (_set(members, shown, alone=seeds.count(members[0][1].seed) == 1) for members in sets.values()),
             key=lambda each: each["seed"],
         ),
     }
 
 
-def _set(members: Sequence[tuple[Group, Run]], *, alone: bool) -> dict[str, Any]:
+def _set(members: Sequence[tuple[Group, Run]], shown: Sequence[Figure], *, alone: bool) -> dict[str, Any]:
     first = members[0][1]
     kept = [c for kind in (False, True) for c in [c for c in first.clients if c.unseen is kind][:_ROWS]]
     names = ", ".join(group.name for group, _ in members)
@@ -76,7 +77,8 @@ def _set(members: Sequence[tuple[Group, Run]], *, alone: bool) -> dict[str, Any]
     for group, run in members:
         by_number = {client.number: client for client in run.clients}
         columns = {
-            key: [_rounded(by_number[client.number].figures.get(key), key) for client in kept] for key in _FIGURES
+            figure.name: [_rounded(by_number[client.number].figures.get(figure.name), figure) for client in kept]
+            for figure in shown
         }
         values.append({"group": group.index, **columns})
     return {
@@ -88,10 +90,8 @@ def _set(members: Sequence[tuple[Group, Run]], *, alone: bool) -> dict[str, Any]
     }
 
 
-def _rounded(value: float | None, key: str) -> float | None:
-    if value is None:
-        return None
-    return round(100 * value, 1) if key in _PERCENT else round(value, 3)
+def _rounded(value: float | None, figure: Figure) -> float | None:
+    return None if value is None else round(figure.factor * value, figure.digits)
 
 
 def _main_label(run: Run, client: Any) -> str:

@@ -12,6 +12,8 @@ from ..runs.settings import RUNTIME
 from .read import ReportError, Run
 
 BASELINE = "fedavg"
+_ASIDE = RUNTIME | {"seed"}
+"""Settings that do not decide what is computed, and the seed."""
 _CLIENTS = (
     "data", "partition", "test_rows", "domains", "image_size", "channels", "clients", "unseen", "valid", "test_share",
     "server_share",
@@ -91,7 +93,7 @@ def _first(same: Mapping[int, Run]) -> Run:
 
 def settings(run: Run) -> dict[str, Any]:
     """Return what decides the run's numbers but for the seed; a folder without config.toml has only its result."""
-    found = {key: value for key, value in run.config.items() if key not in RUNTIME | {"seed"}}
+    found = {key: value for key, value in run.config.items() if key not in _ASIDE}
     return {"method": run.method, "data": run.data, "rounds": run.result["rounds"], **found}
 
 

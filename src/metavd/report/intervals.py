@@ -7,25 +7,26 @@ from collections.abc import Iterator, Sequence
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from ..evaluate.figures import Column, headline
 from .groups import Group
 from .pictures import INK, MUTED, PAPER, Picture, marked, panel, short
 from .read import PARTS
-from .summary import Column, columns, estimate
+from .summary import estimate
 
 _SHIFT = {"test": 0.16, "unseen": -0.16}
 
 
 def pictures(groups: Sequence[Group]) -> Iterator[Picture]:
-    """Draw accuracy, NLL and calibration error of participating and unseen clients."""
-    for name, title, place in (("accuracy", "Accuracy, %", 0), ("nll", "NLL", 2), ("ece", "ECE, %", 3)):
-        both = {part: columns(part)[place] for part in PARTS}
+    """Draw the figures that every table shows, of participating and unseen clients."""
+    for shown in headline():
+        both = {part: shown.column(part) for part in PARTS}
         if any(group.numbers(*column.path) for group in groups for column in both.values()):
-            yield _picture(f"interval-{name}", title, both, groups)
+            yield _picture(f"interval-{shown.name}", shown.heading, both, groups)
 
 
 def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Group]) -> Picture:
     column = both["test"]
-    better = {1: "higher is better", -1: "lower is better"}[column.better]
+    better = {1: "higher is better", -1: "lower is better", 0: ""}[column.better]
     figure, axes = panel(title, height=1.0 + 0.3 * len(groups))
     seen: list[float] = []
     for line, group in enumerate(groups):

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from ..data import collection
 from ..data.source import SourceError
 from ..engine.checkpoint import write_atomic
+from ..evaluate.figures import headline
 from ..version import VERSION
 from . import curves, gains, intervals, personal, reliability, summary
 from .groups import Group, baseline_of, group, settings, tasks
@@ -105,9 +106,10 @@ def _page(
         groups=groups,
         parts=PARTS,
         notes=notes,
-        columns=summary.HEADLINE,
+        columns=summary.headline_columns(),
+        meanings=[(each.heading, each.help) for each in headline(wide=True)],
         width=len(summary.columns("test")),
-        rows=summary.rows(groups),
+        rows=summary.rows(groups, summary.headline_columns()),
         over=_over(groups),
         domains=domains,
         domain_rows=summary.rows(groups, [column for _, pair in domains for column in pair]),

@@ -1,4 +1,4 @@
-"""Figures of the paper's page: who holds what (the paper's figure 2), and reliability diagrams (figure 3, appendix).
+"""Pictures of the paper's page: who holds what (the paper's figure 2), and reliability diagrams (figure 3, appendix).
 
 Both come from what is known without any image: the first from the labels alone, the second from the store's bins.
 """
@@ -14,14 +14,17 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..data.partition import federate
-from ..studies.paper import SEED, View, identity, labels, settings_of
-from ..studies.tables import Cell
+from ..studies.lines import identity
+from ..studies.paper.carry import labels
+from ..studies.paper.protocol import SEED, settings_of
+from ..studies.paper.statistics import View
+from ..studies.paper.tables import Cell
 from .clients import draw_clients
 from .read import Bins
 from .reliability import bars
 
 CALIBRATION = ("T11", "T12")
-"""Tables whose cells are drawn as reliability diagrams, a figure a column."""
+"""Tables whose cells are drawn as reliability diagrams, one picture for each column."""
 DEALT = "T9"
 """The table of partitions, beside which they are drawn."""
 PARTITIONS = tuple((data, alpha) for data in ("cifar10", "cifar100") for alpha in ("5", "0.5", "0.1"))
@@ -54,9 +57,8 @@ def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
 
 def _bins(view: View, cell: Cell) -> dict[str, Any] | None:
     """Return the bins of the first of a cell's seeds that has some."""
-    lines = {line["id"]: line for line in view.lines}
     for seed in view.how.seeds:
-        line = lines.get(identity(settings_of(cell, seed, view.how), view.how.scale), {})
+        line = view.lines.get(identity(settings_of(cell, seed, view.how), view.how.scale), {})
         if found := line.get("result", {}).get("bins"):
             return dict(found)
     return None

@@ -19,16 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import SpecError, UserError
-from ..evaluate.metrics import CLIENT_FIGURES
+from ..evaluate.figures import LARGEST, number, of_clients
 from ..runs.details import LIMIT
 from ..runs.settings import from_toml
 from ..runs.store import Store, StoreError
 
 PARTS = {"test": "participating", "unseen": "unseen"}
 """Groups of clients, by their names in files, with their names for people."""
-TRAFFIC = ("bytes", "total")
-_LARGEST = 1e100
-"""Beyond it a number is no figure of anything, and scales of figures would overflow."""
 _DEPTH = 4
 """Folders below a named one that are searched for runs: METHOD/seed-S/baseline, and one to spare."""
 _NOT_RUNS = ("checkpoint", "best")
@@ -120,21 +117,6 @@ class Run:
             return None
         row += min(known, LIMIT) if client.unseen else 0
         return labels[row] if row < len(labels) else None
-
-
-def number(value: Any, *path: str) -> float | None:
-    """Return a usable number inside nested mappings, None where there is none; bytes, total is both directions.
-
-    >>> number({"test": {"accuracy": 0.5, "nll": None}}, "test", "accuracy"), number({"test": 3}, "test", "nll")
-    (0.5, None)
-    """
-    if path == TRAFFIC:
-        down, up = number(value, "bytes", "down"), number(value, "bytes", "up")
-        return None if down is None or up is None else down + up
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-    return float(value) if usable else None
 
 
 def printable(value: Any) -> Any:
@@ -234,13 +216,14 @@ def _rounds(store: Store) -> list[dict[str, Any]]:
 def _clients(path: Path) -> list[Client]:
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
+    names = [figure.name for figure in of_clients()]
     clients: list[Client] = []
     for line in lines:
         if None in line or None in line.values():
             raise ValueError(f"line {len(clients) + 2} has not as many fields as the first")
         sizes = [int(line[name]) for name in ("client", "unseen", "train_size", "test_size")]
-        figures = {name: float(line[name]) for name in CLIENT_FIGURES if line.get(name)}
-        defined = {name: value for name, value in figures.items() if abs(value) < _LARGEST}
+        figures = {name: float(line[name]) for name in names if line.get(name)}
+        defined = {name: value for name, value in figures.items() if abs(value) < LARGEST}
         clients.append(Client(sizes[0], bool(sizes[1]), sizes[2], sizes[3], defined))
     if len({client.number for client in clients}) != len(clients):
         raise ValueError("a client stands in it twice")
@@ -291,6 +274,6 @@ def _counts(value: Any, axes: int, width: int | None = None) -> np.ndarray:
 
 def _array(value: Any, axes: int, width: int | None = None) -> np.ndarray:
     array = np.asarray(value, np.float64)
-    if array.ndim != axes or (width is not None and array.shape[-1] != width) or not (np.abs(array) < _LARGEST).all():
+    if array.ndim != axes or (width is not None and array.shape[-1] != width) or not (np.abs(array) < LARGEST).all():
         raise ValueError("its numbers have not the expected shape")
     return array

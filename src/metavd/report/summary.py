@@ -9,35 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..evaluate.metrics import interval
+from ..evaluate.figures import SECONDS, SENT, Column, get, headline, number
+from ..evaluate.intervals import interval
 from .groups import Group
-from .read import PARTS, TRAFFIC, number
-
-
-class Column(NamedTuple):
-    """A figure of a table."""
-
-    title: str
-    path: tuple[str, ...]
-    """Where it stands in a result."""
-    factor: float = 1.0
-    digits: int = 1
-    better: int = 0
-    """1: higher is better, -1: lower, 0: neither is said."""
+from .read import PARTS
 
 
 def columns(part: str) -> tuple[Column, ...]:
     """Return the headline figures of a group of clients."""
-    return (
-        Column("accuracy %", (part, "accuracy"), 100, 1, 1),
-        Column("worst client %", (part, "worst_client"), 100, 1, 1),
-        Column("NLL", (part, "nll"), 1, 3, -1),
-        Column("ECE %", (part, "ece_top1"), 100, 1, -1),
-    )
+    return tuple(figure.column(part) for figure in headline(wide=True))
 
 
-COST = (Column("MB", TRAFFIC, 1e-6, 2), Column("seconds", ("seconds",)))
-HEADLINE = (*columns("test"), *columns("unseen"), *COST)
+def headline_columns() -> tuple[Column, ...]:
+    """Return the columns of the first table: both groups of clients, and what it cost."""
+    return (*columns("test"), *columns("unseen"), SENT, SECONDS)
 
 
 class Estimate(NamedTuple):
@@ -94,8 +79,8 @@ def cell(found: Estimate | None, column: Column, *, best: bool = False) -> Cell:
     return Cell(f"{found.value:.{column.digits}f}", text, best)
 
 
-def rows(groups: Sequence[Group], wanted: Sequence[Column] = HEADLINE) -> list[list[Cell]]:
-    """Return one row a group."""
+def rows(groups: Sequence[Group], wanted: Sequence[Column]) -> list[list[Cell]]:
+    """Return one row for each group; the best of a column is marked."""
     table = [[estimate(group, column) for column in wanted] for group in groups]
     best = []
     for place, column in enumerate(wanted):
@@ -114,4 +99,8 @@ def domain_columns(groups: Sequence[Group]) -> list[tuple[str, tuple[Column, ...
     """Return, for each dataset of those that a run joined, the columns of its accuracies."""
     found = [run.result.get("domains") for group in groups for run in group.runs]
     names = dict.fromkeys(name for domains in found if isinstance(domains, Mapping) for name in domains)
-    return [(name, tuple(Column(PARTS[part], ("domains", name, part), 100, 1, 1) for part in PARTS)) for name in names]
+    shown = get("accuracy").column()
+    return [
+        (name, tuple(shown._replace(title=PARTS[part], path=("domains", name, part)) for part in PARTS))
+        for name in names
+    ]

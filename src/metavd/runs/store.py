@@ -1,8 +1,8 @@
 """A run's folder: what was asked, what happened, what came out. The only place that writes results.
 
 config.toml     everything resolved, enough to repeat the run
-rounds.jsonl    one line a round; where there was an evaluation, its metrics
-clients.csv     one line a client at the last evaluation
+rounds.jsonl    one line for each round; where there was an evaluation, its figures
+clients.csv     one line for each client at the last evaluation
 details.json    bins and histograms for reports, see runs.details
 result.json     the result; there only when the run is finished
 checkpoint/     see engine.checkpoint
@@ -45,12 +45,12 @@ class Store:
 
     @property
     def rounds(self) -> Path:
-        """One line a round."""
+        """One line for each round."""
         return self.folder / "rounds.jsonl"
 
     @property
     def clients(self) -> Path:
-        """One line a client."""
+        """One line for each client."""
         return self.folder / "clients.csv"
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,59 +13,48 @@ from torch import nn
 from ..core.types import Model
 from ..engine.checkpoint import write_atomic
 from ..errors import SpecError
-from ..evaluate.metrics import interval
+from ..evaluate.figures import SENT, Column, headline, number
+from ..evaluate.intervals import interval
 from ..methods import options_of
 from ..runs.run import Data, Listener, Silent, check_folder, data_of, prepare, run
 from ..runs.settings import Experiment, with_settings
 from ..runs.store import Store
-from .side import jobs_for, side_by_side
+from .many import carry_out, taken
+from .side import jobs_for
 
-COLUMNS: dict[str, tuple[str, float, int]] = {
-    "test accuracy %": ("test.accuracy", 100.0, 1),
-    "unseen accuracy %": ("unseen.accuracy", 100.0, 1),
-    "test NLL": ("test.nll", 1.0, 3),
-    "unseen NLL": ("unseen.nll", 1.0, 3),
-    "test ECE %": ("test.ece_top1", 100.0, 1),
-    "unseen ECE %": ("unseen.ece_top1", 100.0, 1),
-    "MB sent": ("bytes.total", 1e-6, 2),
-}
-"""Heading -> (where in a result, factor, decimals)."""
+Cell = tuple[float, float | None] | None
+"""Mean and half width of the 95 % interval over seeds; None where there is no number."""
 
 
-def value_at(result: dict[str, Any], path: str) -> float | None:
-    """Return a number inside a result, "test.accuracy"; bytes.total is both directions together."""
-    if path == "bytes.total":
-        return float(result["bytes"]["down"] + result["bytes"]["up"])
-    value: Any = result
-    for part in path.split("."):
-        value = value[part]
-    return None if value is None else float(value)
+def columns() -> list[Column]:
+    """Return the figures of the table: those that every table shows, of both groups of clients, and the traffic."""
+    return [*(figure.column(part, heading=part) for figure in headline() for part in ("test", "unseen")), SENT]
 
 
-def summarize_runs(results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float | None] | None]:
+def summarize_runs(results: Sequence[Mapping[str, Any]]) -> dict[str, Cell]:
     """Return mean and half width of the 95 % interval over seeds, by heading; None where there is no number."""
-    table: dict[str, tuple[float, float | None] | None] = {}
-    for heading, (path, factor, _) in COLUMNS.items():
-        values = [value_at(result, path) for result in results]
-        known = [value * factor for value in values if value is not None]
-        table[heading] = interval(known) if known else None
+    table: dict[str, Cell] = {}
+    for column in columns():
+        values = [number(result, *column.path) for result in results]
+        known = [value * column.factor for value in values if value is not None]
+        table[column.title] = interval(known) if known else None
     return table
 
 
-def cell(heading: str, value: tuple[float, float | None] | None) -> str:
+def cell(column: Column, value: Cell) -> str:
     """Write "91.2 ± 0.8"."""
     if value is None:
         return "-"
     mean, half = value
-    digits = COLUMNS[heading][2]
-    return f"{mean:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+    return f"{mean:.{column.digits}f}" + ("" if half is None else f" ± {half:.{column.digits}f}")
 
 
-def markdown(rows: dict[str, dict[str, tuple[float, float | None] | None]]) -> str:
+def markdown(rows: Mapping[str, Mapping[str, Cell]]) -> str:
     """Write the table as Markdown."""
-    lines = ["| method | " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * len(COLUMNS)]
+    shown = columns()
+    lines = ["| method | " + " | ".join(each.title for each in shown) + " |", "|---|" + "---:|" * len(shown)]
     for method, row in rows.items():
-        lines.append(f"| {method} | " + " | ".join(cell(heading, row[heading]) for heading in COLUMNS) + " |")
+        lines.append(f"| {method} | " + " | ".join(cell(each, row[each.title]) for each in shown) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -73,13 +63,14 @@ def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str
     first = results[0]
     seeds = sorted({result["seed"] for result in results})
     commits = sorted({str(result["commit"]) for result in results})
+    meanings = "; ".join(f"{figure.title or figure.name}: {figure.help}" for figure in headline())
     about = [
         f"# Methods on {first['data']}",
         "",
         f"{first['rounds']} rounds, {first['test']['clients']} participating and {first['unseen']['clients']} unseen "
         f"clients, seeds {', '.join(str(seed) for seed in seeds)}: mean ± half width of the 95 % interval over seeds "
-        "(Student's t). The seed also decides who gets which rows. Accuracy is weighted by training size; ECE is "
-        "top-1 with 15 bins; MB are both directions of all rounds.",
+        f"(Student's t). The seed also decides who gets which rows. {meanings[0].upper()}{meanings[1:]}; "
+        "MB: both directions of all rounds.",
         "",
         table,
         f"Written by `{command}`; commit {', '.join(commits)}, metavd {first['version']}, torch {first['torch']}, "
@@ -102,7 +93,7 @@ def compare(
     source: Data | None = None,
     module: nn.Module | Model | None = None,
     **settings: Any,
-) -> dict[str, dict[str, tuple[float, float | None] | None]]:
+) -> dict[str, dict[str, Cell]]:
     """Run every method with seeds first..first+seeds-1 on the same clients' data, and return the table.
 
     `jobs` runs are carried out at once, each in a process of its own; 0 leaves the number to the device, see `side`.
@@ -114,33 +105,39 @@ def compare(
     listener = listener or Silent()
     settings = {key: value for key, value in settings.items() if key != "method"}
     base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
+    planned: dict[tuple[str, int], dict[str, Any]] = {
+        (method, seed): {"method": method, **_fitting(method, settings, methods), "seed": seed}
+        for method in methods
+        for seed in range(base.seed, base.seed + seeds)
+    }
+    experiments = [with_settings(base, values) for values in planned.values()]
+    named = with_settings(base, {key: settings[key] for key in ("data", "root") if key in settings})
+    data = data_of(named, source, listener.note)
     folder = Path(out)
-    planned = {}
-    for method in methods:
-        for seed in range(base.seed, base.seed + seeds):
-            one = with_settings(base, {"method": method, **_fitting(method, settings, methods), "seed": seed})
-            planned[method, seed] = one, folder / method / f"seed-{seed}"
-    data = data_of(
-        with_settings(base, {k: settings[k] for k in ("data", "root") if k in settings}), source, listener.note
-    )
-    for one, place in planned.values():  # wrong input is found before the first run starts
-        check_folder(Store(place), prepare(one, data, module), resume=True)
+    for one, values in zip(experiments, planned.values(), strict=True):  # wrong input is found before the first run
+        check_folder(Store(folder / _place(values)), prepare(one, data, module), resume=True)
     if page is not None:
         page[0].parent.mkdir(parents=True, exist_ok=True)
-    at_once = jobs_for(next(iter(planned.values()))[0].device, jobs)
-    # A listener hears of one run at a time; several at once report when they end.
-    heard = listener if at_once == 1 else None
-    tasks = [(one, place, data, module, heard) for one, place in planned.values()]
-    ended: dict[int, dict[str, Any]] = {}
-    for number, result in side_by_side(_one, tasks, at_once):
-        ended[number] = result
-        if heard is None:
-            listener.note(f"{len(ended)} of {len(tasks)}: {result['method']}, seed {result['seed']}")
-    results = {key: ended[number] for number, key in enumerate(planned)}
-    rows = {}
-    for method in methods:
-        rows[method] = summarize_runs([result for (name, _), result in results.items() if name == method])
-    content = {"columns": list(COLUMNS), "rows": rows, "runs": list(results.values())}
+    at_once = jobs_for(experiments[0].device, jobs)
+
+    def told(key: tuple[str, int], number: int, total: int) -> None:
+        if at_once > 1:  # one run at a time tells of itself
+            listener.note(f"{number} of {total}: {key[0]}, seed {key[1]}")
+
+    ended = {
+        each.key: each.line["result"]
+        for each in carry_out(
+            planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
+            fails=(), refuses=(), jobs=at_once, listener=listener, progress=told,
+        )
+        if each.line is not None
+    }  # fmt: skip
+    results = {key: ended[key] for key in planned}
+    rows = {
+        method: summarize_runs([result for (name, _), result in results.items() if name == method])
+        for method in methods
+    }
+    content = {"columns": [each.title for each in columns()], "rows": rows, "runs": list(results.values())}
     write_atomic(folder / "comparison.json", (json.dumps(content, indent=2) + "\n").encode())
     write_atomic(folder / "comparison.md", markdown(rows).encode())
     if page is not None:
@@ -148,10 +145,21 @@ def compare(
     return rows
 
 
+def _place(settings: Mapping[str, Any]) -> str:
+    return f"{settings['method']}/seed-{settings['seed']}"
+
+
 def _one(
-    experiment: Experiment, place: Path, data: Data, module: nn.Module | Model | None, listener: Listener | None
+    settings: Mapping[str, Any],
+    folder: Path,
+    listener: Listener,
+    *,
+    base: Experiment,
+    data: Data,
+    module: nn.Module | Model | None,
 ) -> dict[str, Any]:
-    return run(experiment, out=place, resume=True, listener=listener, source=data, module=module)
+    result = run(base, out=folder, resume=True, listener=listener, source=data, module=module, **settings)
+    return taken(result, result)
 
 
 def _fitting(method: str, settings: Mapping[str, Any], every: Sequence[str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Runs side by side, in several processes.
 
-One run leaves much of a GPU idle between its many small kernels. Four that share it through NVIDIA's MPS, which lets
-kernels of different processes run at the same time, finish twice as many rounds a second as one after another; without
-MPS the processes take turns and gain little. On a CPU one run uses all cores, and nothing is gained.
+One run leaves much of a GPU idle between its many small kernels. NVIDIA's MPS lets kernels of different processes run
+at the same time: four runs that share a GPU through it finish twice as many rounds per second as one after another.
+Without MPS the processes take turns and gain little. On a CPU one run uses all cores, and nothing is gained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def jobs_for(device: str, jobs: int = 0) -> int:
 
 @contextmanager
 def sharing(jobs: int) -> Iterator[None]:
-    """Let processes that are started meanwhile share a GPU; where MPS is missing, or already there, change nothing."""
+    """Let processes that are started inside share a GPU; where MPS is missing, or runs already, change nothing."""
     if jobs == 1 or not torch.cuda.is_available() or shutil.which(_CONTROL) is None or _PIPE in os.environ:
         yield
         return

@@ -1,8 +1,8 @@
 """The paper's 17 result tables as data: every number, what is doubtful about it, and the run that gives ours.
 
 The numbers stand in `tables.toml`. A cell is a row and a column of a table; it holds one or more figures (test and
-unseen accuracy and their gap, say), which all come from one run. Its settings are what `metavd.runs.run.run`
-takes, so two cells with equal settings share a run, in whatever tables they stand.
+unseen accuracy and their gap, say), which all come from one run. Its settings are what `metavd.run` takes, so two
+cells with equal settings share a run, in whatever tables they stand.
 """
 
 from __future__ import annotations
@@ -12,36 +12,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
-from .. import methods
-from ..errors import UserError
-from ..schema import nearest
+from ... import methods
+from ...errors import UserError
+from ...evaluate.figures import GAP, SPARSITY, Column
+from ...evaluate.figures import get as _get
+from ...schema import nearest
 
 
 class TableError(UserError):
     """A table, row or column that the paper does not have; the text says what would be right."""
 
 
-class Measure(NamedTuple):
-    """What a figure measures, and where it stands in a run's result."""
-
-    heading: str
-    path: str
-    factor: float
-
-
-MEASURES = {
-    "test": Measure("test accuracy %", "test.accuracy", 100.0),
-    "unseen": Measure("unseen accuracy %", "unseen.accuracy", 100.0),
-    "gap": Measure("gap", "gap", 100.0),
-    "ece": Measure("ECE %", "unseen.ece_flat", 100.0),
-    "mce": Measure("MCE %", "unseen.mce_flat", 100.0),
-    "sparsity": Measure("sparsity %", "sparsity.layer", 100.0),
-    "classes": Measure("classes a client", "classes.mean", 1.0),
+MEASURES: dict[str, Column] = {
+    "test": _get("accuracy").column("test", heading="test"),
+    "unseen": _get("accuracy").column("unseen", heading="unseen"),
+    "gap": GAP,
+    "ece": _get("ece_flat").column("unseen")._replace(title="ECE %"),
+    "mce": _get("mce_flat").column("unseen")._replace(title="MCE %"),
+    "sparsity": SPARSITY,
+    "classes": Column("classes a client", ("classes", "mean")),
 }
-"""Accuracy is the clients' mean weighted by their training rows, the gap unseen less test; calibration is over all
-class probabilities in ten bins, on unseen clients; sparsity is of the layer that is pruned or dropped."""
+"""What the paper's figures measure, and where ours stand in a result. Accuracy is the clients' mean weighted by their
+training rows, the gap unseen less test; calibration is over all class probabilities in ten bins, on unseen clients;
+sparsity is of the layer that is pruned or dropped."""
 
 
 @dataclass(frozen=True)

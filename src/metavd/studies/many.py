@@ -1,0 +1,226 @@
+"""Many runs: what is in the store is read, what is missing is run, several at once, and stored as each one ends.
+
+    def accuracy(settings, folder, listener):           # a function of a module: other processes import it
+        result = run(**settings, out=folder, resume=True, listener=listener)
+        return taken(result, {"accuracy": result["test"]["accuracy"]})
+
+    tasks = {seed: {"method": "reptile", "data": "digits", "seed": seed} for seed in range(3)}
+    for ended in carry_out(tasks, accuracy, store="results/mine.jsonl", work="runs/mine"):
+        print(ended.key, ended.end, ended.line and ended.line["result"])
+
+A task is a key of yours and its settings: fields of the experiment and options of the method. With a store the function
+is told every option, those at their default too, so that what is run is what the line says. What has to go to other
+processes beside the settings (data, a plan) is bound with `functools.partial`. The store is one file of JSON lines, see
+`lines`; the same call again runs only what it lacks. Several commands on one machine may share a store and a work
+folder: a run that one of them is at is left to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+
+from ..core.types import NonFiniteError
+from ..errors import UserError
+from ..runs.provenance import provenance
+from ..runs.run import Listener, Silent
+from ..runs.store import StoreError
+from .lines import Line, append, complete, identity, read
+from .side import jobs_for, side_by_side
+
+Key = TypeVar("Key", bound=Hashable)
+Settings = Mapping[str, Any]
+Work = Callable[[dict[str, Any], Path, Listener], Mapping[str, Any]]
+"""What is done for a task: settings, a folder of its own (not yet made), a listener -> the part of the line that only
+it knows: `result`, plain values, and where there are any `device`, `precision`, `spec`; see `taken`."""
+End = Literal["stored", "done", "failed", "refused", "elsewhere"]
+REFUSED = (UserError,)
+"""What a user can mend: data that is not there, settings that do not go together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ended(Generic[Key]):
+    """What became of a task."""
+
+    key: Key
+    end: End
+    """stored: its line was in the store, that of a failure included. done: it was run now. failed: it diverged; the
+    store says so, and it is not tried again unless asked for. refused: it could not be started; nothing is stored.
+    elsewhere: another process is at it."""
+    line: Line | None = None
+    """Its line, where there is one."""
+    error: Exception | None = None
+    """Why it failed or was refused, where that happened now."""
+
+
+def carry_out(
+    tasks: Mapping[Key, Settings],
+    function: Work,
+    *,
+    store: str | Path | None = None,
+    scope: str = "",
+    work: str | Path | None = None,
+    place: Callable[[Settings], str] | None = None,
+    keep: bool = False,
+    retry: bool = False,
+    fails: tuple[type[Exception], ...] = (NonFiniteError,),
+    refuses: tuple[type[Exception], ...] = REFUSED,
+    jobs: int = 1,
+    device: str = "auto",
+    listener: Listener | None = None,
+    progress: Callable[[Key, int, int], None] | None = None,
+) -> Iterator[Ended[Key]]:
+    """Yield what became of each task: first those that are in the store, then the others as they end.
+
+    Args:
+        tasks: settings by key; no two with the same settings.
+        function: carries out one task, see `Work`. With several at once it must be importable by name, and so must a
+            script that asks for it have the usual `if __name__ == "__main__":`.
+        store: file of JSON lines. None: nothing is known as done and nothing is written; `function` may know better.
+        scope: under which rules `function` takes its results; a part of their identity.
+        work: folder in which runs have their folders, so that one that was stopped goes on, and in which processes
+            say what they are at. None: a temporary folder for each run; one that is stopped starts anew.
+        place: name of a run's folder in `work`, from its settings; by default its identity.
+        keep: leave the folders of finished runs.
+        retry: also run again what failed.
+        fails: what ends one run and not the others, and is stored as its result.
+        refuses: what ends one run and not the others, and is not stored. Any other error ends the whole.
+        jobs: runs at once, each in a process of its own; 0: what suits the device, see `side`.
+        device: where runs will be carried out, for `jobs` and for the line of a run that failed.
+        listener: is told of every run's rounds; of several at once it is told nothing.
+        progress: is told of each run before it starts (of several at once: when it ends), its number and how many
+            there are.
+    """
+    tell: Callable[[Key, int, int], None] = progress or (lambda *_: None)
+    names = {key: identity(settings, scope) for key, settings in tasks.items()}
+    lines = {} if store is None else read(store, scope)
+    missing = []
+    for key, name in names.items():
+        line = lines.get(name)
+        if line is None or (retry and "failed" in line):
+            missing.append(key)
+        else:
+            yield Ended(key, "stored", line)
+    order = _Order(function, store, scope, work, keep, retry, fails, refuses, device)
+
+    planned = [_Task(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
+    at_once = jobs_for(device, jobs)
+    if at_once == 1 or len(missing) < 2:
+        for number, (key, task) in enumerate(zip(missing, planned, strict=True), 1):
+            yield Ended(key, *_attempt(task, order, listener, partial(tell, key, number, len(missing))))
+        return
+    ending = side_by_side(_attempt, [(task, order) for task in planned], at_once)
+    for number, (which, found) in enumerate(ending, 1):
+        tell(missing[which], number, len(missing))
+        yield Ended(missing[which], *found)
+
+
+def taken(result: Mapping[str, Any], kept: Any) -> dict[str, Any]:
+    """Return what a `Work` returns for a run: the part of its result that is kept, and where it was made."""
+    return {key: result[key] for key in ("device", "precision", "spec")} | {"result": kept}
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One run."""
+
+    settings: Settings
+    name: str
+    place: str
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How tasks are carried out, see `carry_out`."""
+
+    function: Work
+    store: str | Path | None
+    scope: str
+    work: str | Path | None
+    keep: bool
+    retry: bool
+    fails: tuple[type[Exception], ...]
+    refuses: tuple[type[Exception], ...]
+    device: str
+
+
+def _attempt(
+    task: _Task, order: _Order, listener: Listener | None = None, start: Callable[[], None] | None = None
+) -> tuple[End, Line | None, Exception | None]:
+    """Carry out one task and store it; return what an `Ended` holds beside the key."""
+    store, name, whole = order.store, task.name, complete(task.settings)
+    claim = name if store is not None else None
+    with _folder(order.work, claim, task.place) as folder:
+        there = None if store is None else read(store, order.scope).get(name)
+        if there is not None and not (order.retry and "failed" in there):
+            return "stored", there, None
+        if folder is None:
+            return "elsewhere", None, None
+        if start is not None:
+            start()
+        end: End = "done"
+        wrong: Exception | None = None
+        try:
+            settings = task.settings if store is None else whole
+            content = dict(order.function(dict(settings), folder, listener or Silent()))
+        except order.fails as error:
+            end, wrong, content = "failed", error, {"failed": str(error)}
+        except order.refuses as error:
+            return "refused", None, error
+        head = {"id": name, "scope": order.scope, "seed": task.settings.get("seed"), "settings": whole}
+        line = {**head, **_made(content.pop("device", order.device)), **content}
+        if store is not None:
+            append(store, line)
+        if not order.keep and folder.exists():
+            shutil.rmtree(folder)
+    return end, line, wrong
+
+
+def _made(device: str) -> dict[str, Any]:
+    """Return when and where a line is made."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    about = provenance(device)
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": device,
+        "machine": about["machine"],
+        "commit": about["commit"],
+        "versions": {"metavd": about["version"], "torch": about["torch"], "python": about["python"]},
+    }
+
+
+@contextmanager
+def _folder(work: str | Path | None, claim: str | None, place: str) -> Iterator[Path | None]:
+    """Give a run its folder, or None where another process is at this run; the claim ends with its process."""
+    if work is None:
+        with tempfile.TemporaryDirectory(prefix="metavd-") as folder:
+            yield Path(folder) / "run"
+        return
+    if claim is None:
+        yield Path(work) / place
+        return
+    try:
+        Path(work).mkdir(parents=True, exist_ok=True)
+        file = (Path(work) / "claims").open("a+b")
+    except OSError as error:
+        raise StoreError(f"cannot write to the work folder {work}: {error.strerror}") from None
+    with file:
+        try:
+            # One byte of one file stands for a run, so that no lock files are left behind.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(claim[:8], 16))
+        except OSError:
+            free = False
+        else:
+            free = True
+        yield Path(work) / place if free else None

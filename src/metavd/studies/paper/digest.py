@@ -1,0 +1,80 @@
+"""What the store keeps of a run's result: every figure, in some two kilobytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...evaluate.figures import Column, figures, number
+from ...runs.store import Store
+from .protocol import LAST
+from .tables import MEASURES
+
+NORMAL = 1.96
+"""Half the width of a 95 % interval of the standard normal distribution."""
+
+
+def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
+    """Return what is kept of a result and of its run's folder; six significant digits, and null for what is no number.
+
+    `error` is the accuracy's standard error over clients, `last` the average of the last evaluations, `bins` the
+    paper's reliability diagram of unseen clients.
+    """
+    names = (*figures(), "clients", "samples")
+    parts = {part: {name: result[part].get(name) for name in names} for part in ("test", "unseen")}
+    kept = {key: result[key] for key in ("gap", "sparsity", "bytes", "seconds", "domains") if key in result}
+    if "valid" in result:
+        kept["valid"] = {key: result["valid"][key] for key in ("accuracy", "nll")}
+    evaluations = [line for line in store.read_rounds() if "test" in line and line["round"] < result["rounds"]]
+    whole: dict[str, Any] = _rounded({
+        **parts,
+        **kept,
+        "model": result["model_sha256"][:12],
+        "error": {part: _standard_error(result[part]) for part in parts},
+        "last": _average([*evaluations, {**result, "round": result["rounds"]}][-LAST:]),
+        "bins": _bins(store),
+    })  # fmt: skip
+    return whole
+
+
+def dotted(column: Column) -> str:
+    """Return the key of a figure in `last`: "test.accuracy"."""
+    return ".".join(column.path)
+
+
+def _bins(store: Store) -> dict[str, Any] | None:
+    try:
+        unseen = json.loads(store.details.read_text())["reliability"]["unseen"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return unseen and {name: unseen["flat"][name] for name in ("count", "confidence", "accuracy")}
+
+
+def _standard_error(part: Mapping[str, Any]) -> float | None:
+    """Return what the width of the accuracy's bootstrap interval would be for a normal distribution."""
+    bounds = (part.get("intervals") or {}).get("accuracy")
+    return None if bounds is None else (bounds[1] - bounds[0]) / (2 * NORMAL)
+
+
+def _average(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Average the tables' figures over some evaluations, and say of which rounds."""
+    mean: dict[str, Any] = {"rounds": [each["round"] for each in evaluations]}
+    for measure in MEASURES.values():
+        if measure.path[0] == "classes":
+            continue
+        values = [number(each, *measure.path) for each in evaluations]
+        known = [value for value in values if value is not None]
+        mean[dotted(measure)] = sum(known) / len(known) if len(known) == len(values) else None
+    return mean
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

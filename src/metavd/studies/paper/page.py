@@ -1,0 +1,190 @@
+"""The page of the paper's tables with ours beside them, in Markdown, from the store alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...engine.checkpoint import write_atomic
+from ..lines import identity
+from .protocol import PAPER, PaperError, Protocol, settings_of
+from .statistics import Answer, Compared, View, table
+from .tables import MEASURES, Cell, Figure, tables
+
+
+def markdown(view: View) -> str:
+    """Write one table as a section: for each column ours, the paper's and the differences."""
+    shown, about = view.table, _Notes(view.table.name)
+    text = [f"## {shown.name}. {shown.title}", "", f"{shown.place[0].upper()}{shown.place[1:]} of the paper."]
+    text += [f"- {note[0].upper()}{note[1:]}." for note in shown.notes]
+    if shown.notes:
+        text.insert(3, "")
+    for column in shown.columns:
+        answers = [answer for answer in view.answers if answer.cell.column == column]
+        if answers:
+            text += ["", f"### {_heading(answers[0].cell, view.how)}", "", *_rows(answers, view, about)]
+    text += ["", _origin(list(view.lines.values())), *about.lines()]
+    return "\n".join(text) + "\n"
+
+
+class _Notes:
+    """Footnotes of a section, each text once."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"[^{self.prefix}-{self.texts.index(text) + 1}]"
+
+    def lines(self) -> list[str]:
+        own = [f"[^{self.prefix}-{number}]: {text[0].upper()}{text[1:]}." for number, text in enumerate(self.texts, 1)]
+        return ["", *own] if own else []
+
+
+def _heading(cell: Cell, how: Protocol) -> str:
+    settings = settings_of(cell, how=how)
+    where = str(settings["partition"]).replace("dirichlet:", "Dirichlet ").replace("natural", "natural clients")
+    if "method" not in settings:
+        return where
+    asked = f" (for {cell.column})" if how.scale == "smoke" else ""
+    return f"{settings['data']}, {where}, cohort of {settings['cohort']} of {settings['clients']}{asked}"
+
+
+def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
+    headings = [MEASURES[name].title for name in view.table.figures]
+    if view.how.scale == "full":
+        headings = [text for heading in headings for text in (f"{heading}: ours", "paper", "difference")]
+    lines = ["| | " + " | ".join(headings) + " | seeds |", "|---|" + "---:|" * (len(headings) + 1)]
+    for answer in answers:
+        label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
+        parts: list[str] = []
+        for each in answer.figures:
+            parts += [_ours(each, answer)]
+            parts += [_theirs(each.figure, about), _difference(each)] if view.how.scale == "full" else []
+        failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
+        count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
+        lines.append(f"| {label} | " + " | ".join(parts) + f" | {count} |")
+    return lines
+
+
+def _number(value: float, *, signed: bool) -> str:
+    """Write two decimals, and 0.00 without a minus sign."""
+    return f"{round(value, 2) + 0.0:{'+' if signed else ''}.2f}"
+
+
+def _ours(compared: Compared, answer: Answer) -> str:
+    if compared.ours is None:
+        return "no number" if answer.seeds else "failed" if answer.failures else "not run"
+    half = "" if compared.half is None else f" ± {compared.half:.2f}"
+    spread = "" if compared.sd is None else f" (sd {compared.sd:.2f})"
+    return _number(compared.ours, signed=compared.figure.name == "gap") + half + spread
+
+
+def _theirs(figure: Figure, about: _Notes) -> str:
+    spread = "" if figure.sd is None else f" (sd {figure.sd:g})"
+    return (
+        _number(figure.value, signed=figure.name == "gap") + spread + (about.mark(figure.mark) if figure.mark else "")
+    )
+
+
+def _difference(compared: Compared) -> str:
+    if compared.difference is None:
+        return ""
+    text = _number(compared.difference, signed=True)
+    return {True: f"**{text}**", False: text, None: f"({text})"}[compared.beyond]
+
+
+def _origin(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Say what the figures were made with and on."""
+    if not lines:
+        return "Not run."
+
+    def counted(values: Sequence[str]) -> str:
+        count = Counter(values)
+        return ", ".join(value + (f" ({number})" if len(count) > 1 else "") for value, number in sorted(count.items()))
+
+    versions = [f"metavd {line['versions']['metavd']}, torch {line['versions']['torch']}" for line in lines]
+    runs = f"{len(lines)} run" + ("s" if len(lines) > 1 else "")
+    return (
+        f"{runs}; commit {counted([str(line['commit']) for line in lines])}; "
+        f"{counted([line['device'] + ', ' + line['machine'] for line in lines])}; {counted(versions)}."
+    )
+
+
+def report(
+    store: str | Path,
+    path: str | Path | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    how: Protocol = PAPER,
+    command: str = "",
+    pictures: Sequence[tuple[str, str]] = (),
+    note: Callable[[str], None] | None = None,
+) -> str:
+    """Return, and where a path is given write, the page of all tables (or those named) from the store alone.
+
+    `pictures` are captions and files, relative to the page, that are shown at its end.
+    """
+    views = [table(name, store, how=how, note=note) for name in (tables() if names is None else names)]
+    shown = ["## Figures\n\n" + "\n".join(f"![{caption}]({file})\n\n*{caption}.*\n" for caption, file in pictures)]
+    text = "\n".join([_preface(views, how, command), *(markdown(view) for view in views), *(shown if pictures else [])])
+    if path is not None:
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(Path(path), text.encode())
+        except OSError as error:
+            raise PaperError(f"cannot write the report {path}: {error.strerror}") from None
+    return text
+
+
+def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
+    answers = [answer for view in views for answer in view.answers]
+    needed = {identity(settings_of(answer.cell, seed, how), how.scale) for answer in answers for seed in how.seeds}
+    lines = {name: line for view in views for name, line in view.lines.items()}
+    finished = sum("result" in line for line in lines.values())
+    seeds = ", ".join(str(seed) for seed in how.seeds)
+    failed = f", {len(lines) - finished} failed" if len(lines) > finished else ""
+    text = [
+        "# The paper's tables and ours" + (" (smoke runs)" if how.scale == "smoke" else ""),
+        "",
+        f'{finished} of {len(needed)} runs are done{failed}; cells without one say "not run". Ours is the mean over '
+        f"seeds {seeds} ± the half width of its 95 % interval (Student's t), where there is more than one.",
+        "",
+    ]
+    if how.scale == "smoke":
+        text += ["These runs are of other data, two rounds and a tiny network: they show that every cell can be run, "
+                 "and say nothing about the paper's numbers.", ""]  # fmt: skip
+    else:
+        text += [
+            "The paper's figures are of one run each (seed 777), at the last round, without validation data; which "
+            "hyper-parameters were chosen is not published. Its unseen clients come from the same distribution as the "
+            "participating ones. Footnotes say what is doubtful about a number or a row; what they say of ours holds "
+            "under our default rules, not under `variant=released`.",
+            "",
+            "A difference is ours less the paper's. **Bold**: beyond noise, by Student's interval for one more run "
+            "where there are several seeds, and by a bootstrap over clients where there is one, which leaves out the "
+            "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown.",
+            "",
+        ]
+    text += [f"Protocol: {_told(how)}."]
+    if command:
+        text += ["", f"Written by `{command}`."]
+    return "\n".join(text) + "\n"
+
+
+def _told(how: Protocol) -> str:
+    rows = "test rows dealt independently of training rows, as in the paper"
+    parts = [rows if how.test_rows == "independent" else f"test rows {how.test_rows}, unlike the paper"]
+    parts += ["the last round, as in the paper" if how.last == 1 else f"average of the last {how.last} evaluations"]
+    if how.rounds:
+        parts.append(f"{how.rounds:,} rounds, unlike the paper")
+    for key, values in how.overrides.items():
+        parts.append(f"{key}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
+    if not how.overrides:
+        parts.append("no option changed after validation")
+    return "; ".join(parts)

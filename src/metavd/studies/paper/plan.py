@@ -1,0 +1,58 @@
+"""Which runs the paper's tables need, and which of them the store has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..lines import identity, read
+from .protocol import PAPER, Protocol, settings_of
+from .tables import cells
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run that one or more cells need."""
+
+    id: str
+    settings: Mapping[str, Any]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Needed:
+    """Runs by whether the store has them, seed by seed, so that an interruption leaves whole tables."""
+
+    done: tuple[Run, ...]
+    missing: tuple[Run, ...]
+
+
+def store_file(store: str | Path, scale: str = "full") -> Path:
+    """Return the file of a scale's lines; smoke runs have one of their own."""
+    path = Path(store)
+    return path if scale == "full" else path.with_name(f"{path.stem}.{scale}{path.suffix}")
+
+
+def needed(
+    names: Sequence[str],
+    store: str | Path,
+    *,
+    how: Protocol = PAPER,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    retry: bool = False,
+    note: Callable[[str], None] | None = None,
+) -> Needed:
+    """Say which runs the tables need and which the store lacks; `retry` counts those that failed as lacking."""
+    chosen = [cell for name in names for cell in cells(name, rows, columns)]
+    users: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for seed in how.seeds:
+        for cell in chosen:
+            settings = settings_of(cell, seed, how)
+            users.setdefault(identity(settings, how.scale), (settings, []))[1].append(cell.name)
+    lines = read(store_file(store, how.scale), how.scale, note)
+    runs = [Run(key, settings, tuple(who)) for key, (settings, who) in users.items()]
+    there = {key for key, line in lines.items() if not (retry and "failed" in line)}
+    return Needed(tuple(run for run in runs if run.id in there), tuple(run for run in runs if run.id not in there))

@@ -1,0 +1,149 @@
+"""How the paper's cells are run and read: scale, seeds, test rows, and settings that were chosen by validation."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ... import methods
+from ...data.partition import TEST_ROWS
+from ...errors import UserError
+from ...runs.settings import RUNTIME, Experiment, with_settings
+from ...schema import nearest
+from .tables import Cell
+
+SEED = 777
+"""The paper's."""
+LAST = 5
+"""Evaluations in the average that is stored beside the last one."""
+SCALES = ("full", "smoke")
+
+_FIXED = frozenset({"method", "data", "partition", "test_rows", "seed", "content", "patience", *RUNTIME})
+"""Fields that overrides may not change: what a cell is about, the protocol's own, and those that compute nothing."""
+_SMOKE_FIELDS = {"data": "digits", "model": "mlp", "width": 8, "clients": 4, "unseen": 2, "cohort": 2, "rounds": 2}
+_SMOKE_OPTIONS = {
+    "batch": 32, "local_epochs": 1, "hyper_width": 8, "drop_from": 1, "teachers": 2, "distill_steps": 4, "chains": 2,
+    "sweeps": 1, "extra_points": 2,
+}  # fmt: skip
+
+
+class PaperError(UserError):
+    """A request that cannot be met; the text says what would be right."""
+
+
+@dataclass(frozen=True, eq=False)
+class Protocol:
+    """How the cells are run and read; `protocol` makes one and checks it. What is here is the paper's way."""
+
+    scale: str = "full"
+    """smoke: every cell on the digits that come with the installation, in two rounds; only to see that it works."""
+    seeds: tuple[int, ...] = (SEED,)
+    test_rows: str = "independent"
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings chosen by validation, by METHOD[@DATA[@PARTITION]]; * stands for every method or dataset."""
+    last: int = 1
+    """Evaluations that a figure is the average of: 1, the paper's, or `LAST`."""
+    rounds: int = 0
+    """Rounds of training; 0: as many as the paper's, 1,000."""
+
+
+PAPER = Protocol()
+
+
+def protocol(
+    *,
+    scale: str = "full",
+    seeds: int | Sequence[int] = 1,
+    test_rows: str = "independent",
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    last: int = 1,
+    rounds: int = 0,
+) -> Protocol:
+    """Return a protocol, or say in one sentence what is wrong with it; `seeds` is how many from 777 on, or which."""
+    if scale not in SCALES:
+        raise PaperError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
+    if test_rows not in TEST_ROWS:
+        raise PaperError(f"test_rows is {test_rows!r}; {nearest(test_rows, TEST_ROWS)}")
+    if last not in {1, LAST}:
+        raise PaperError(f"last is {last}, but must be 1 (the last evaluation) or {LAST} (the average of as many)")
+    chosen = tuple(range(SEED, SEED + seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise PaperError(f"seeds is {seeds!r}, but must be a number from 1 on, or different seeds")
+    for seed in chosen:
+        with_settings(Experiment(), {"seed": seed})
+    if rounds:
+        with_settings(Experiment(), {"rounds": rounds})
+    return Protocol(scale, chosen, test_rows, _checked(overrides or {}), last, rounds)
+
+
+def overrides_from(path: Path) -> dict[str, dict[str, Any]]:
+    """Read overrides from a TOML file: ["reptile+metavd@cifar100"] and settings below it."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise PaperError(f"cannot read the overrides {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PaperError(f"the overrides {path} are not TOML: {error}") from None
+    for key, value in values.items():
+        if not isinstance(value, dict):
+            raise PaperError(f'{key} in {path} is {value!r}, but must be a table such as ["reptile+metavd"]')
+    return values
+
+
+def _checked(overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    every = {name: option for method in methods.NAMES for name, option in methods.options_of(method).items()}
+    names = {each.name for each in fields(Experiment)} - {"options"} - _FIXED
+    result: dict[str, dict[str, Any]] = {}
+    for key, values in overrides.items():
+        method, *rest = key.split("@")
+        if len(rest) > 2:
+            raise PaperError(f"the overrides name {key!r}, but a name is METHOD, METHOD@DATA or METHOD@DATA@PARTITION")
+        known = every if method == "*" else methods.options_of(method)
+        canonical = "@".join(["*" if method == "*" else methods.check(method), *rest])
+        result[canonical] = {}
+        for name, value in values.items():
+            if name in names:
+                result[canonical][name] = getattr(with_settings(Experiment(), {name: value}), name)
+            elif name in known:
+                result[canonical][name] = known[name].check(value)
+            else:
+                raise PaperError(f"the overrides for {key} set {name!r}; {nearest(name, sorted(names | set(known)))}")
+    return result
+
+
+def settings_of(cell: Cell, seed: int = SEED, how: Protocol = PAPER) -> dict[str, Any]:
+    """Return what is to be run for a cell: fields, and those options that are not left to their defaults."""
+    settings = dict(cell.settings)
+    if "method" not in settings:
+        small = {key: value for key, value in _SMOKE_FIELDS.items() if key in settings and how.scale == "smoke"}
+        return settings | small | {"seed": seed}
+    settings |= {"test_rows": how.test_rows} | _chosen(settings, how.overrides)
+    if how.scale == "smoke":
+        settings = _smoke(settings)
+    if how.rounds:
+        settings["rounds"] = how.rounds
+    return settings | {"seed": seed}
+
+
+def _chosen(settings: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the overrides say of a run; where two speak of the same setting, the one that names more wins."""
+    place = [settings["method"], settings["data"], settings["partition"]]
+    options = methods.options_of(settings["method"])
+    names = {each.name for each in fields(Experiment)}
+    result: dict[str, Any] = {}
+    for key in sorted(overrides, key=lambda key: sum(word != "*" for word in key.split("@"))):
+        if all(word in {"*", own} for word, own in zip(key.split("@"), place, strict=False)):
+            result |= {name: value for name, value in overrides[key].items() if name in options or name in names}
+    return result
+
+
+def _smoke(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same cell on digits, as small as its method can be; only the Dirichlet alpha is left of the data."""
+    known = methods.options_of(settings["method"])
+    kept = {key: value for key, value in settings.items() if key in {"method", "test_rows", "partition"} | set(known)}
+    if kept["partition"] == "natural":
+        kept["partition"] = "dirichlet:0.5"
+    return kept | _SMOKE_FIELDS | {key: value for key, value in _SMOKE_OPTIONS.items() if key in known}

@@ -1,0 +1,140 @@
+"""Our figures beside the paper's, and whether they differ by more than noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from ...evaluate.figures import Column, number
+from ...evaluate.intervals import interval
+from ..lines import Line, identity, read
+from .digest import NORMAL, dotted
+from .plan import store_file
+from .protocol import PAPER, Protocol, settings_of
+from .tables import MEASURES, Cell, Figure, Table, cells, get
+
+_CLIENTS_OF = {"test": ("test",), "unseen": ("unseen",), "gap": ("test", "unseen")}
+"""Whose clients' noise a figure has."""
+_ROUNDING = 0.00501
+"""Half of the paper's last digit, and a little for the binary fraction."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure of the paper and ours."""
+
+    figure: Figure
+    ours: float | None
+    """Mean over seeds."""
+    half: float | None
+    """Half width of the 95 % interval of that mean; None with one seed."""
+    sd: float | None
+    """Over clients, where the paper gives one too."""
+    difference: float | None
+    beyond: bool | None
+    """Whether the difference is beyond noise; None where that cannot be said."""
+    basis: str
+    """What the noise is known from: "3 seeds", "clients" or "one seed", where it is not known."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A cell, and what our runs say to it."""
+
+    cell: Cell
+    figures: tuple[Compared, ...]
+    seeds: tuple[int, ...]
+    """That ran to the end."""
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A table of the paper with our answers."""
+
+    table: Table
+    how: Protocol
+    answers: tuple[Answer, ...]
+    lines: Mapping[str, Line]
+    """Of the store, that the answers come from, by identity."""
+
+
+def table(
+    name: str,
+    store: str | Path,
+    *,
+    how: Protocol = PAPER,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> View:
+    """Set our figures beside the paper's.
+
+    The paper has one run for each cell, so the question is whether its number could be one more run of ours.
+    With n > 1 seeds, mean m and standard deviation s, a difference is beyond noise where it is larger than
+
+        t_{n-1, 0.975} s sqrt(1 + 1/n)          Student's interval for one more observation
+
+    With one seed, accuracies and their gap are judged by the noise from having these clients and no others:
+
+        1.96 sqrt(2) e,     e the bootstrap's standard error over clients (of the gap: of both, added in squares),
+
+    the root of 2 because the paper's run has that noise too. This knows nothing of the noise of training, so with one
+    seed "beyond" is a lead, and the other figures cannot be judged ("one seed"). A difference within the rounding of
+    the paper's last digit is within noise whatever the rest. Smoke runs are not compared: they are of other data.
+    """
+    lines = read(store_file(store, how.scale), how.scale, note)
+    answers: list[Answer] = []
+    used: dict[str, Line] = {}
+    for cell in cells(name, rows, columns):
+        own = [(seed, identity(settings_of(cell, seed, how), how.scale)) for seed in how.seeds]
+        there = {seed: lines[key] for seed, key in own if key in lines}
+        used |= {key: lines[key] for _, key in own if key in lines}
+        results = {seed: line["result"] for seed, line in there.items() if "result" in line}
+        compared = tuple(_compare(figure, list(results.values()), how) for figure in cell.figures)
+        failures = tuple(f"seed {seed}: {line['failed']}" for seed, line in there.items() if "failed" in line)
+        answers.append(Answer(cell, compared, tuple(results), failures))
+    return View(get(name), how, tuple(answers), used)
+
+
+def _value(result: Mapping[str, Any], measure: Column, last: int) -> float | None:
+    if last > 1 and "last" in result:
+        return number(result["last"], dotted(measure))
+    return number(result, *measure.path)
+
+
+def _compare(figure: Figure, results: Sequence[Mapping[str, Any]], how: Protocol) -> Compared:
+    measure = MEASURES[figure.name]
+    values = [_value(result, measure, how.last) for result in results]
+    known = [value * measure.factor for value in values if value is not None]
+    if not known:
+        return Compared(figure, None, None, None, None, None, "")
+    mean, half = interval(known)
+    sd = results[0]["classes"]["sd"] if figure.sd is not None and how.scale == "full" else None
+    if how.scale == "smoke":
+        return Compared(figure, mean, half, sd, None, None, "")
+    difference = mean - figure.value
+    margin, basis = _margin(figure.name, known, results[0])
+    beyond = None if margin is None else abs(difference) > margin + _ROUNDING
+    if abs(difference) <= _ROUNDING:
+        beyond = False
+    return Compared(figure, mean, half, sd, difference, beyond, basis)
+
+
+def _margin(name: str, values: Sequence[float], result: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Return how far one more run may lie from ours, and what says so; the rule is `table`'s."""
+    count = len(values)
+    if count > 1:
+        spread = float(np.std(values, ddof=1))
+        return float(stdtrit(count - 1, 0.975)) * spread * math.sqrt(1 + 1 / count), f"{count} seeds"
+    noise = result.get("error", {})
+    errors = [noise.get(part) for part in _CLIENTS_OF.get(name, ())]
+    if not errors or None in errors:
+        return None, "one seed"
+    return NORMAL * math.sqrt(2) * 100 * math.hypot(*errors), "clients"
