@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ..container import write_atomic
 from ..core.types import Model
-from ..engine.checkpoint import write_atomic
 from ..evaluate.metrics import interval
 from ..methods import options_of
 from ..runs.run import Data, Listener, Silent, check_folder, data_of, prepare, run

@@ -30,11 +30,11 @@ import torch
 from scipy.special import stdtrit
 
 from .. import methods
+from ..container import write_atomic
 from ..core.types import NonFiniteError
 from ..data.cohort import ParticipationError
 from ..data.partition import TEST_ROWS, PartitionError, describe, federate
 from ..data.source import Source, SourceError, arrays, digits
-from ..engine.checkpoint import write_atomic
 from ..evaluate.metrics import interval
 from ..runs.provenance import provenance
 from ..runs.run import Listener, Silent, run

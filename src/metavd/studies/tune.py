@@ -40,12 +40,12 @@ import numpy as np
 import torch
 
 from .. import methods
+from ..container import write_atomic
 from ..core import rng
 from ..core.types import NonFiniteError, ServerState
 from ..data.cohort import ParticipationError
 from ..data.collection import Collection
 from ..data.partition import Federation, PartitionError
-from ..engine.checkpoint import write_atomic
 from ..runs.run import (
     Data,
     InterruptedRun,
