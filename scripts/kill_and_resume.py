@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from metavd.engine.checkpoint import load_checkpoint, state_hash
+
 SETTINGS = [
     "--set", "clients=6", "--set", "unseen=2", "--set", "cohort=3", "--set", "width=16",
     "--set", "test_share=0.9", "--set", "checkpoint_every=1", "--set", "eval_every=8",
@@ -63,13 +65,11 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def half_written(folder: Path) -> set[str]:
-    """Return the files of checkpoints that are being written: partial ones, and tensors that have no JSON yet."""
+    """Return the checkpoints that are being written."""
     try:
-        names = set(os.listdir(folder / "checkpoint"))  # noqa: PTH208
+        return {name for name in os.listdir(folder / "checkpoint") if name.endswith(".partial")}  # noqa: PTH208
     except OSError:
         return set()
-    alone = {name for name in names if name.endswith(".safetensors") and f"{name[:-12]}.json" not in names}
-    return alone | {name for name in names if name.endswith(".partial")}
 
 
 def opened(folder: Path) -> int:
@@ -112,7 +112,7 @@ def kill(what: Sequence[str], folder: Path, moment: str, share: float, span: Spa
     else:
         wait(lambda: opened(folder) != before)
     if moment == "ending":
-        wait((folder / "checkpoint" / f"round-{rounds:06d}.json").exists)
+        wait((folder / "checkpoint" / f"round-{rounds:06d}.safetensors").exists)
     elif moment != "start":
         wait(lambda: lines(folder) >= int(target))
         pause(span.run / rounds * (target % 1))
@@ -128,14 +128,17 @@ def kill(what: Sequence[str], folder: Path, moment: str, share: float, span: Spa
 def remains(folder: Path) -> dict[str, object]:
     """Return all that a finished run leaves and that must not depend on interruptions."""
     result = json.loads((folder / "result.json").read_text())
-    tensors = max((folder / "checkpoint").glob("*.safetensors"))
+    found = load_checkpoint(folder / "checkpoint")
+    if found is None:
+        raise Failure("it left no checkpoint")
+    state, extra = found
     return {
         "model hash": result["model_sha256"],
         "result.json": {key: value for key, value in result.items() if key not in FREE},
         "rounds.jsonl": (folder / "rounds.jsonl").read_bytes(),
         "clients.csv": (folder / "clients.csv").read_bytes(),
         "config.toml": (folder / "config.toml").read_bytes(),
-        "last checkpoint": (tensors.name, tensors.read_bytes()),
+        "last checkpoint": (state_hash(state), list(state.params), list(state.slots), extra | {"seconds": 0.0}),
         "files": sorted(path.name for path in folder.iterdir() if path.name != ".lock"),
     }
 

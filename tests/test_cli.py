@@ -658,12 +658,12 @@ def test_last_good_checkpoint_survives_a_nan(metavd: Metavd) -> None:
     assert found is not None, said
     bad, good = map(int, found.groups())
     assert good == bad - 1 > 0
-    assert [path.stem for path in Path("run/checkpoint").glob("*.json")] == [f"round-{good:06d}"]
+    assert [path.stem for path in Path("run/checkpoint").glob("*.safetensors")] == [f"round-{good:06d}"]
     assert len(Path("run/rounds.jsonl").read_text().splitlines()) == good
     again = metavd(*arguments, "--resume")
     assert again.status == 1
     assert f"round {bad}: client" in again.err.splitlines()[-1]
-    assert Path(f"run/checkpoint/round-{good:06d}.json").exists()
+    assert Path(f"run/checkpoint/round-{good:06d}.safetensors").exists()
 
 
 def test_nan_answers_stop_the_run(metavd: Metavd) -> None:
@@ -711,7 +711,7 @@ def test_interrupted_run_saves_and_says_how_to_resume(metavd: Metavd, tmp_path: 
         assert found is not None, err
         assert f"going on after round {done}" in err or not resume
         done = int(found[1])
-        assert (tmp_path / "run" / "checkpoint" / f"round-{done:06d}.json").exists()
+        assert (tmp_path / "run" / "checkpoint" / f"round-{done:06d}.safetensors").exists()
         assert (tmp_path / "run" / "rounds.jsonl").read_text().count("\n") in {done, done + 1}
     refused(metavd(*command), ["unfinished", "--resume"])
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import random
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 
-from metavd import wire
+from metavd import container, wire
 from metavd.flower.message import payload, read_order
 from metavd.tree import Params
+from metavd.wire.codec import MESSAGE
 
 from .stage import Act, Event, Fault, ever, never
 
@@ -52,21 +50,24 @@ def bytes_(change: Callable[[bytes], bytes]) -> Act:
     return act
 
 
-def header(change: Callable[[list[list[Any]], list[bytes]], None]) -> Act:
+def repacked(change: Callable[[Params, dict[str, Any]], None]) -> Act:
+    """Answer with a message that was packed in another way."""
+
+    def forged(data: bytes) -> bytes:
+        packed, words = container.load(MESSAGE, data)
+        was = json.loads(words["packed"])
+        change(packed, was)
+        return container.dump(MESSAGE, packed, {"packed": json.dumps(was)})
+
+    return bytes_(forged)
+
+
+def header(change: Callable[[dict[str, Any]], str]) -> Act:
     """Answer with a message whose header lies, well sealed."""
 
     def forged(data: bytes) -> bytes:
-        start = struct.Struct("<4sHIQ")
-        magic, version, length, _ = start.unpack_from(data)
-        entries = json.loads(data[start.size : start.size + length])
-        at, pieces = start.size + length, []
-        for entry in entries:
-            pieces.append(data[at : at + entry[4]])
-            at += entry[4]
-        change(entries, pieces)
-        text, body = json.dumps(entries).encode(), b"".join(pieces)
-        whole = start.pack(magic, version, len(text), len(body)) + text + body
-        return whole + hashlib.sha256(whole).digest()
+        end = 8 + int.from_bytes(data[:8], "little")
+        return container.seal(change(json.loads(data[8:end])).encode(), [data[end:]])
 
     return bytes_(forged)
 
@@ -146,37 +147,38 @@ def lacking(part: str) -> Change:
     return changed
 
 
-def dense_mask(entries: list[list[Any]], pieces: list[bytes]) -> None:
+def dense_mask(packed: Params, was: dict[str, Any]) -> None:
     """Send a mask as numbers, which may be anything."""
-    at = next(i for i, entry in enumerate(entries) if entry[0].endswith(".mask"))
-    count = math.prod(entries[at][2])
-    pieces[at] = struct.pack(f"<{count}f", *[0.5] * count)
-    entries[at][3:] = ["dense", len(pieces[at])]
+    name = next(name for name in packed if name.endswith(".mask"))
+    packed[name] = torch.full(was.pop(name)[2], 0.5)
 
 
-def regrown(entries: list[list[Any]], pieces: list[bytes]) -> None:
+def regrown(packed: Params, was: dict[str, Any]) -> None:
     """Send values at places that the mask drops."""
-    at = next(i for i, entry in enumerate(entries) if entry[3] == "sparse")
-    count = math.prod(entries[at][2])
-    pieces[at] = bytes(4 * count)
-    entries[at][3:] = ["dense", 4 * count]
+    name = next(name for name, (way, *_) in was.items() if way == "sparse")
+    packed[name] = torch.zeros(was.pop(name)[2])
 
 
-def bomb(entries: list[list[Any]], pieces: list[bytes]) -> None:  # noqa: ARG001
+def _text(header: dict[str, Any]) -> str:
+    return json.dumps(header, separators=(",", ":"))
+
+
+def bomb(header: dict[str, Any]) -> str:
     """Claim a tensor of a terabyte."""
-    entries[0][2] = [1 << 19, 1 << 19]
+    list(header.values())[1]["shape"] = [1 << 19, 1 << 19]
+    return _text(header)
 
 
-def double(entries: list[list[Any]], pieces: list[bytes]) -> None:
-    """Send an entry twice."""
-    entries.append(list(entries[0]))
-    pieces.append(pieces[0])
+def double(header: dict[str, Any]) -> str:
+    """Name an entry twice."""
+    name, entry = list(header.items())[1]
+    return f"{_text(header)[:-1]},{_text({name: entry})[1:]}"
 
 
-def negative(entries: list[list[Any]], pieces: list[bytes]) -> None:
-    """Claim a negative length, so that entries overlap."""
-    entries[0][4] = -4
-    pieces[0] = b""
+def negative(header: dict[str, Any]) -> str:
+    """Claim a place before the beginning, so that entries overlap."""
+    list(header.values())[1]["data_offsets"] = [-4, 0]
+    return _text(header)
 
 
 def twice(change: Act | None = None) -> Act:
@@ -239,8 +241,8 @@ REPLIES = [
     Fault("bad mask", "everything kept", values(
         lambda a: {n: torch.ones_like(v) if n.endswith(".mask") else v for n, v in a.items()}, mask_known=False),
         **BAD_MASK),
-    Fault("bad mask", "one half", header(dense_mask), **BAD_MASK),
-    Fault("bad mask", "dropped values sent", header(regrown), **BAD_MASK),
+    Fault("bad mask", "one half", repacked(dense_mask), **BAD_MASK),
+    Fault("bad mask", "dropped values sent", repacked(regrown), **BAD_MASK),
     Fault("bad mask", "no mask", values(lacking(".mask")), **BAD_MASK),
     Fault("wrong round", "the one before", rounds_off(-1)),
     Fault("wrong round", "the next", rounds_off(1)),
@@ -254,12 +256,12 @@ REPLIES = [
     Fault("oversized", "an entry too large", values(first_of(".bias", lambda _: torch.zeros(BIG // 4)))),
     Fault("truncated", "half", bytes_(lambda data: data[: len(data) // 2])),
     Fault("truncated", "one byte", bytes_(lambda data: data[:-1])),
-    Fault("truncated", "the start alone", bytes_(lambda data: data[:18])),
+    Fault("truncated", "the start alone", bytes_(lambda data: data[:8])),
     Fault("truncated", "empty", bytes_(lambda _: b"")),
     Fault("damaged", "a bit", bytes_(lambda data: data[:-50] + bytes([data[-50] ^ 4]) + data[-49:])),
     Fault("damaged", "noise", bytes_(lambda data: random.Random(0).randbytes(len(data)))),
     Fault("damaged", "a pickle", bytes_(lambda _: b"\x80\x04cposix\nsystem\n(S'false'\ntR.")),
-    Fault("damaged", "another version", bytes_(lambda data: data[:4] + b"\x63\x00" + data[6:])),
+    Fault("damaged", "another version", bytes_(lambda _: container.dump(MESSAGE._replace(version=99), {}))),
     Fault("damaged", "negative length", header(negative)),
     Fault("damaged", "no metrics", without("metrics")),
     Fault("damaged", "no reply", without("reply")),

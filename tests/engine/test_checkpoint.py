@@ -5,18 +5,21 @@ from __future__ import annotations
 import ast
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import metavd.version
+from metavd import container
+from metavd.container import dump, seal
 from metavd.core import rng
 from metavd.core.types import ServerState
-from metavd.engine import checkpoint
-from metavd.engine.checkpoint import KEEP, load_checkpoint, save_checkpoint, state_hash, write_atomic
+from metavd.engine.checkpoint import CHECKPOINT, KEEP, load_checkpoint, save_checkpoint, state_hash
 
 
 def make_state(round: int = 3) -> ServerState:
@@ -38,7 +41,7 @@ def files(folder: Path) -> set[str]:
 
 
 def names(*rounds: int) -> set[str]:
-    return {f"round-{round:06d}.{ending}" for round in rounds for ending in ("json", "safetensors")}
+    return {f"round-{round:06d}.safetensors" for round in rounds}
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ class Crash(Exception):  # noqa: N818
     pass
 
 
-@pytest.mark.parametrize("survivors", range(9))
+@pytest.mark.parametrize("survivors", range(5))
 def test_crash_at_any_step_of_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survivors: int) -> None:
     """Law: whichever call to the file system is the last, a sound checkpoint is found, and saving again succeeds."""
     save_checkpoint(tmp_path, make_state(1), {"n": 1})
@@ -126,84 +129,92 @@ def test_crash_at_any_step_of_saving(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "fsync", dying(os.fsync))
-        patch.setattr(checkpoint.Path, "replace", dying(Path.replace))
-        patch.setattr(checkpoint.Path, "unlink", dying(Path.unlink))
+        patch.setattr(container.os, "fsync", dying(os.fsync))
+        patch.setattr(container.Path, "replace", dying(Path.replace))
+        patch.setattr(container.Path, "unlink", dying(Path.unlink))
         try:
             save_checkpoint(tmp_path, make_state(3), {"n": 3})
             crashed = False
         except Crash:
             crashed = True
-    assert crashed == (survivors < 8), "3 calls for the tensors, 3 for the JSON, 2 to remove the oldest"
+    assert crashed == (survivors < 4), "3 calls for the file, 1 to remove the oldest"
     said: list[str] = []
     found = load_checkpoint(tmp_path, report=said.append)
     assert found is not None
     state, extra = found
     assert said == [], "a crash leaves no damage, only leftovers"
-    assert extra["n"] == int(state.round) == (3 if survivors > 4 else 2)
+    assert extra["n"] == int(state.round) == (3 if survivors > 1 else 2)
     assert state_hash(state) == state_hash(make_state(extra["n"]))
     save_checkpoint(tmp_path, make_state(3), {"n": 3})
     save_checkpoint(tmp_path, make_state(4), {"n": 4})
-    assert {name for name in files(tmp_path) if name.endswith(".json")} == {"round-000003.json", "round-000004.json"}
-
-
-def test_write_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: a file is as it was until it is whole."""
-    path = tmp_path / "file"
-    write_atomic(path, b"old")
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_atomic(path, b"new and longer")
-    assert path.read_bytes() == b"old"
-    monkeypatch.undo()
-    write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert files(tmp_path) == {"file"}
+    assert {name for name in files(tmp_path) if name.startswith("round-")} == names(3, 4)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
 
-TENSORS, ABOUT = "round-000002.safetensors", "round-000002.json"
+NEWEST = "round-000002.safetensors"
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+def write(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    path = folder / NEWEST
+    path.write_bytes(change(path.read_bytes()))
 
 
-def edit(path: Path, change: Callable[[dict], object]) -> None:
-    about = json.loads(path.read_text())
-    change(about)
-    path.write_text(json.dumps(about))
+def flip(folder: Path, at: int) -> None:
+    write(folder, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at:][1:])
+
+
+def edit(folder: Path, change: Callable[[dict], object], *, honest: bool = False) -> None:
+    """Change the header, and leave the checksum as it was or, if honest, make it that of what is there now."""
+
+    def edited(data: bytes) -> bytes:
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        rest = data[8 + length :]
+        return seal(text, [rest]) if honest else struct.pack("<Q", len(text)) + text + rest
+
+    write(folder, edited)
+
+
+def words(header: dict) -> dict:
+    return header["__metadata__"]
+
+
+def turn(header: dict) -> None:
+    entries = list(header.items())
+    header.clear()
+    header.update([entries[0], *reversed(entries[1:])])
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "tensors truncated": lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-7]),
-    "tensors empty": lambda f: (f / TENSORS).write_bytes(b""),
-    "tensors too long": lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes() + b"\0"),
-    "tensors missing": lambda f: (f / TENSORS).unlink(),
-    "one bit of a tensor": lambda f: flip(f / TENSORS, -1),
-    "one bit of the header": lambda f: flip(f / TENSORS, 3),
-    "JSON truncated": lambda f: (f / ABOUT).write_text((f / ABOUT).read_text()[:-1]),
-    "JSON empty": lambda f: (f / ABOUT).write_text(""),
-    "JSON binary": lambda f: (f / ABOUT).write_bytes(b"\xff\xfe\x00"),
-    "JSON a list": lambda f: (f / ABOUT).write_text("[]"),
-    "JSON without its checksum": lambda f: edit(f / ABOUT, lambda about: about.pop("sha256")),
-    "JSON without its order": lambda f: edit(f / ABOUT, lambda about: about.pop("order")),
-    "JSON with another checksum": lambda f: edit(f / ABOUT, lambda about: about.update(sha256="0" * 64)),
-    "JSON with a name too many": lambda f: edit(f / ABOUT, lambda about: about["order"].append("params/x")),
+    "truncated": lambda f: write(f, lambda data: data[:-7]),
+    "empty": lambda f: write(f, lambda _: b""),
+    "too long": lambda f: write(f, lambda data: data + b"\0"),
+    "a folder": lambda f: ((f / NEWEST).unlink(), (f / NEWEST).mkdir()),
+    "one bit of a tensor": lambda f: flip(f, -1),
+    "one bit of the header": lambda f: flip(f, 200),
+    "one bit of its length": lambda f: flip(f, 1),
+    "one bit of the checksum": lambda f: flip(f, 40),
+    "binary": lambda f: write(f, lambda _: b"\xff\xfe\x00" * 100),
+    "a JSON list": lambda f: write(f, lambda _: b"\2\0\0\0\0\0\0\0[]"),
+    "header truncated": lambda f: write(f, lambda data: data[:100]),
+    "header without its checksum": lambda f: edit(f, lambda header: words(header).pop("sha256")),
+    "header with another checksum": lambda f: edit(f, lambda header: words(header).update(sha256="0" * 64)),
+    "header with a name too many": lambda f: edit(f, lambda header: header.update(x=header["key"])),
+    "header with a name too few": lambda f: edit(f, lambda header: header.pop("params/scalar")),
+    "header with another number": lambda f: edit(f, lambda header: words(header).update(extra='{"down": 0}')),
+    "header with another order": lambda f: edit(f, turn),
+    "header with another type": lambda f: edit(f, lambda header: header["round"].update(dtype="I32")),
+    "written by another program": lambda f: save_file({"round": torch.ones(())}, f / NEWEST),
 }
-JSON_DAMAGE: dict[str, Callable[[Path], object]] = {
-    "JSON without the caller's part": lambda f: edit(f / ABOUT, lambda about: about.pop("extra")),
-    "JSON without the round in its order": lambda f: edit(f / ABOUT, lambda about: about["order"].remove("round")),
-    "JSON with a name too few": lambda f: edit(f / ABOUT, lambda about: about["order"].remove("params/scalar")),
-    "JSON with another number": lambda f: edit(f / ABOUT, lambda about: about["extra"].update(down=0)),
-    "JSON with another order": lambda f: edit(f / ABOUT, lambda about: about["order"].reverse()),
+LIES: dict[str, Callable[[Path], object]] = {
+    "without the caller's part": lambda f: edit(f, lambda header: words(header).pop("extra"), honest=True),
+    "without the round": lambda f: (f / NEWEST).write_bytes(dump(CHECKPOINT, {"key": rng.key(0)}, {"extra": "{}"})),
+    "with half of the caller's part": lambda f: edit(f, lambda header: words(header).update(extra="{"), honest=True),
+    "of a later version": lambda f: edit(f, lambda header: words(header).update(version="99"), honest=True),
+    "of another format": lambda f: edit(f, lambda header: words(header).update(format="metavd model"), honest=True),
 }
 
 
@@ -224,12 +235,12 @@ def check_damage(tmp_path: Path, damage: Callable[[Path], object]) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """The header holds the bytes sent so far and the order of the names, which decide the result too."""
     check_damage(tmp_path, damage)
 
 
-@pytest.mark.parametrize("damage", JSON_DAMAGE.values(), ids=JSON_DAMAGE)
-def test_damage_inside_the_json(tmp_path: Path, damage: Callable[[Path], object]) -> None:
-    """The JSON holds the bytes sent so far and the order of the names, which decide the result too."""
+@pytest.mark.parametrize("damage", LIES.values(), ids=LIES)
+def test_a_sound_container_that_is_no_checkpoint(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     check_damage(tmp_path, damage)
 
 
@@ -237,19 +248,19 @@ def test_all_damaged(tmp_path: Path) -> None:
     """Each is named; then there is none, and the run starts anew."""
     for round in (1, 2):
         save_checkpoint(tmp_path, make_state(round), {})
-        (tmp_path / f"round-{round:06d}.json").write_text("{")
+        (tmp_path / f"round-{round:06d}.safetensors").write_text("{")
     said: list[str] = []
     assert load_checkpoint(tmp_path, report=said.append) is None
     assert [("round-000002" in text, "round-000001" in text) for text in said] == [(True, False), (False, True)]
 
 
 def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:
-    """Tensors without JSON, partial files and strangers are passed over without a word."""
+    """Partial files and strangers are passed over without a word."""
     save_checkpoint(tmp_path, make_state(1), {})
-    tensors = (tmp_path / "round-000001.safetensors").read_bytes()
-    (tmp_path / "round-000007.safetensors").write_bytes(tensors)
-    (tmp_path / ".round-000008.json.partial").write_text("{")
-    (tmp_path / "round-x.json").write_text("{}")
+    data = (tmp_path / "round-000001.safetensors").read_bytes()
+    (tmp_path / ".round-000008.safetensors.partial").write_bytes(data)
+    (tmp_path / "round-x.safetensors").write_bytes(data)
+    (tmp_path / "round-000009.safetensors.old").write_bytes(data)
     (tmp_path / "notes.json").write_text("{}")
     said: list[str] = []
     found = load_checkpoint(tmp_path, report=said.append)
@@ -281,10 +292,16 @@ def test_no_pickle_anywhere(path: Path) -> None:
             assert node.value.value is False
 
 
-def test_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
-    """Anyone can read a checkpoint with the two libraries it names."""
-    save_checkpoint(tmp_path, make_state(), {"down": 1})
+def test_files_are_plain_safetensors(tmp_path: Path) -> None:
+    """Anyone can read a checkpoint with the library of that name, and see in its header which run it is of."""
+    state = make_state()
+    save_checkpoint(tmp_path, state, {"down": 1}, spec="0123abcd", seed=7)
     assert files(tmp_path) == names(3)
-    about = json.loads((tmp_path / "round-000003.json").read_text())
-    assert set(load((tmp_path / "round-000003.safetensors").read_bytes())) == set(about["order"])
-    assert (about["round"], about["extra"]) == (3, {"down": 1})
+    path = tmp_path / "round-000003.safetensors"
+    assert torch.equal(load_file(path)["params/a.weight"], state.params["a.weight"])
+    with safe_open(path, "pt") as file:
+        found = file.metadata()
+    assert {name: found[name] for name in ("format", "round", "spec", "seed")} == {
+        "format": "metavd checkpoint", "round": "3", "spec": "0123abcd", "seed": "7",
+    }  # fmt: skip
+    assert json.loads(found["extra"]) == {"down": 1}

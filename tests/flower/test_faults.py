@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from campaign import answers, edges, misfortunes, waits
 from campaign.rehearsal import Trial, good, rehearse, trials
 
-from metavd.wire import Expected, Guard, Reply, WireError, decode
+from metavd.container import ContainerError
+from metavd.wire import Expected, Guard, Reply, decode
 
 FAULTS = [*answers.REPLIES, *waits.WAITS, *misfortunes.SERVER, *edges.OTHERS]
 PLAIN = [fault for fault in FAULTS if not fault.config or fault.kind == "repeated offender"]
@@ -38,7 +39,7 @@ def test_the_campaign_notices_a_blind_guard(kind: str, monkeypatch: pytest.Monke
     def blind(guard: Guard, expected: Expected, *, round: object, samples: object, payload: bytes) -> Reply:  # noqa: ARG001
         try:
             return Reply(expected.client, expected.round, decode(payload, like=expected.received), float(samples))  # type: ignore[arg-type]
-        except WireError as error:
+        except ContainerError as error:
             raise guard.reject(expected.client, error.kind, str(error)) from error
 
     monkeypatch.setattr(Guard, "check", blind)

@@ -154,7 +154,7 @@ def test_interrupt_saves_the_last_round(tmp_path: Path) -> None:
     settings = TINY | {"rounds": 9, "checkpoint_every": 9}
     with pytest.raises(InterruptedRun, match=r"after round 2; .*run.*--resume"):
         run(out=tmp_path / "run", listener=Told(KeyboardInterrupt(), 3), **settings)
-    assert (tmp_path / "run" / "checkpoint" / "round-000002.json").exists()
+    assert (tmp_path / "run" / "checkpoint" / "round-000002.safetensors").exists()
     told = Told()
     assert same(run(out=tmp_path / "run", resume=True, listener=told, **settings), run(**settings))
     assert told.started == [2]
@@ -179,7 +179,7 @@ def test_nan_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     settings |= {"server_lr": 1e8, "server_clip": 1e30, "clip": 1e30}
     with pytest.raises(NonFiniteError, match=r"round 3: client \d made \S+ NaN .*checkpoint of round 2 is kept"):
         run(out=tmp_path / "run", **settings)
-    assert (tmp_path / "run" / "checkpoint" / "round-000002.json").exists()
+    assert (tmp_path / "run" / "checkpoint" / "round-000002.safetensors").exists()
     with pytest.raises(NonFiniteError, match=r"^round 3: client \d made \S+ NaN[^;]*;[^;]*$"):
         run(**settings)
 
@@ -344,8 +344,7 @@ def test_wrong_input_is_found_before_anything_is_written(
 def test_seconds_add_up_over_interruptions(tmp_path: Path) -> None:
     with pytest.raises(InterruptedRun):
         run(out=tmp_path / "run", listener=Told(KeyboardInterrupt(), 3), **TINY)
-    path = tmp_path / "run" / "checkpoint" / "round-000002.json"
-    before = json.loads(path.read_text())["extra"]["seconds"]
+    before = load_checkpoint(tmp_path / "run" / "checkpoint")[1]["seconds"]  # type: ignore[index]
     assert math.isfinite(before)
     assert run(out=tmp_path / "run", resume=True, **TINY)["seconds"] >= round(before, 3) > 0
 

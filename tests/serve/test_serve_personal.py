@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save
 from torch import nn
 
+from metavd.container import dump
 from metavd.data.cohort import pool
 from metavd.data.source import Source, arrays, digits
 from metavd.engine.backend import loop
@@ -473,9 +475,12 @@ def test_a_folder_is_written_whole_or_not_at_all(runs: Runs, tmp_path: Path, mon
     with pytest.raises(UseError, match="is there already and not empty"):
         own.save(folder)
     about = json.loads((folder / use.ABOUT).read_text())
-    assert (about["format"], about["takes"]["mean"], about["samples"]) == (1, list(digits().mean), own.about["samples"])
-    (folder / use.ABOUT).write_text(json.dumps(about | {"format": 2}))
-    with pytest.raises(UseError, match="is of format 2, but this metavd reads format 1"):
+    assert (about["takes"]["mean"], about["samples"]) == (list(digits().mean), own.about["samples"])
+    (folder / use.WEIGHTS).write_bytes(dump(use.MODEL._replace(version=99), own.params))
+    with pytest.raises(UseError, match=r"the model has version 99, and this metavd reads version 2"):
+        Personal.load(folder)
+    (folder / use.WEIGHTS).write_bytes(save(own.params))
+    with pytest.raises(UseError, match="this is not a model of metavd, or one of a version before 2"):
         Personal.load(folder)
 
 

@@ -1,10 +1,11 @@
-"""The container: every bit arrives, what is counted is what is sent, and no bytes break the reader."""
+"""Messages: every bit arrives, what is counted is what is sent, and no bytes break the reader.
+
+What holds of every container is in tests/test_container.py.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 import time
 import tracemalloc
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metavd import methods, wire
+from metavd.container import DTYPES, ContainerError, dump, seal
 from metavd.core import rng
 from metavd.core.model import from_module, xavier
 from metavd.core.types import Update
@@ -26,32 +28,14 @@ from metavd.engine.checkpoint import state_hash
 from metavd.engine.simulate import simulate
 from metavd.models.mlp import mlp
 from metavd.tree import stack
-from metavd.wire import WireError, codec, counted, decode, encode
-
-DTYPES = tuple(codec._DTYPES.values())
+from metavd.wire import codec, counted, decode, encode
+from metavd.wire.codec import MESSAGE
 
 
 def same(found, wanted):
     """Names in order, dtypes, shapes and bits; NaN equals itself."""
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype
-        assert found[name].shape == value.shape
-        assert found[name].is_contiguous()
-        assert torch.equal(raw(found[name]), raw(value)), name
-
-
-def raw(value):
-    return value.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def some(shape, dtype, seed=0):
-    """Random bits of a dtype: NaN, infinities and subnormals are among them."""
-    count = torch.Size(shape).numel()
-    if dtype == torch.bool:
-        return torch.from_numpy(np.random.default_rng(seed).random(count) < 0.5).reshape(shape)
-    data = np.random.default_rng(seed).bytes(count * dtype.itemsize)
-    return torch.frombuffer(bytearray(data or b"\0" * 8), dtype=dtype)[:count].reshape(shape).clone()
+    assert dump(MESSAGE, found) == dump(MESSAGE, wanted)
+    assert all(value.is_contiguous() for value in found.values())
 
 
 def masked(mask, *, shape=(16, 8), dtype=torch.float32):
@@ -74,40 +58,26 @@ def first(count, shape=(16, 8)):
 # --- every bit arrives -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (4, 0, 2), (2, 3, 4, 5)], ids=str)
-def test_round_trip(shape, dtype):
-    """Whatever the bits are, NaN and infinities too, they come back: 0-d and empty tensors, every dtype."""
-    sent = {"a": some(shape, dtype), "b.weight": some(shape, dtype, 1)}
-    same(decode(encode(sent)), sent)
+@pytest.mark.parametrize("half", [False, True])
+def test_round_trip(half):
+    """Without masks everything arrives, whatever its dtype and shape; fp16 changes floats of 4 and 8 bytes alone."""
+    sent = {
+        f"{name}.{shape}": torch.ones(shape).to(dtype) for name, dtype in DTYPES.items() for shape in ((), (0, 2), 3)
+    }
+    same(decode(encode(sent, half=half)), sent)
 
 
 def test_layouts():
-    """Slices, transposes, channels_last, expanded tensors and leaves that want gradients arrive by value."""
-    base = torch.randn(4, 3, 6, 5)
-    sent = {
-        "sliced": base[::2, :, 1::2],
-        "turned": base.permute(3, 1, 0, 2),
-        "last": base.contiguous(memory_format=torch.channels_last),
-        "wide": torch.randn(4, 1).expand(4, 7),
-        "leaf": torch.randn(3, requires_grad=True),
-        "one": torch.randn(9)[::3][:1],
-    }
-    same(decode(encode(sent)), sent)
-    assert encode({"a": sent["last"]}) == encode({"a": base})
-    mask = (torch.rand(4, 3, 6, 5) > 0.5).float()
-    layer = {"c.weight": sent["last"], "c.mask": mask.contiguous(memory_format=torch.channels_last)}
+    """A mask in another memory format drops the same weights."""
+    base, mask = torch.randn(4, 3, 6, 5), (torch.rand(4, 3, 6, 5) > 0.5).float()
+    last = torch.channels_last
+    layer = {"c.weight": base.contiguous(memory_format=last), "c.mask": mask.contiguous(memory_format=last)}
     same(decode(encode(layer)), {"c.weight": base * mask + 0.0, "c.mask": mask})
 
 
 def test_nothing_at_all():
     """A client may have nothing to send."""
     assert decode(encode({})) == {}
-
-
-def test_the_same_parameters_make_the_same_bytes():
-    """No clock, no memory garbage: a message is a function of its parameters."""
-    assert encode(masked(first(40))) == encode({name: value.clone() for name, value in masked(first(40)).items()})
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -137,7 +107,7 @@ def test_dropped_values_come_back_as_they_were_sent(which):
     same(decode(message, like=sent, masks={"fc.mask": mask}), wanted)
     zeros = {name: answer[name] * mask + 0.0 for name in ("fc.weight", "fc.logvar")}
     same(decode(message, masks={"fc.mask": mask}), answer | zeros)
-    with pytest.raises(WireError, match=r"fc\.mask did not travel, and the receiver does not have it"):
+    with pytest.raises(ContainerError, match=r"fc\.mask did not travel, and the receiver does not have it"):
         decode(message)
 
 
@@ -166,7 +136,7 @@ def test_a_mask_holds_zeros_and_ones(bad):
     """Anything else is refused by the sender."""
     mask = first(60)
     mask[0, 0] = bad
-    with pytest.raises(WireError, match=r"fc\.mask is a mask and must hold zeros and ones"):
+    with pytest.raises(ContainerError, match=r"fc\.mask is a mask and must hold zeros and ones"):
         encode(masked(mask))
 
 
@@ -194,8 +164,7 @@ def test_traffic_counts_what_encode_sends(shape, share, units, half, dtype):
     found = wire.traffic(params, half=half)
     down, up = encode(params, half=half), encode(params, half=half, mask_known=True)
     assert (counted(down), counted(up)) == (found.down, found.up)
-    header = struct.unpack_from("<4sHIQ", down)[2]
-    assert len(down) == 18 + header + found.down + 32
+    assert len(down) == 8 + int.from_bytes(down[:8], "little") + found.down
     dense = {name: value for name, value in params.items() if not name.endswith(("mask", "keep"))}
     assert counted(encode(dense, half=half)) == found.dense
 
@@ -206,7 +175,7 @@ def test_a_sparse_message_is_short_in_proportion():
     layer = {"fc.weight": torch.randn(128, 256), "fc.logvar": torch.randn(128, 256), "fc.mask": mask}
     assert counted(encode(layer)) == 8 * 6_553 + 4_096
     assert counted(encode(layer, mask_known=True)) == 8 * 6_553
-    assert len(encode(layer)) - counted(encode(layer)) < 250
+    assert len(encode(layer)) - counted(encode(layer)) < 600
 
 
 # --- fp16 ------------------------------------------------------------------------------------------------------------
@@ -232,7 +201,7 @@ def test_half_rounds_values_and_nothing_else():
 def test_half_refuses_what_it_cannot_hold(dtype):
     """65,504 is the largest; a larger one is refused by name, while an infinity that was there before may travel."""
     assert decode(encode({"w": torch.tensor([65504.0], dtype=dtype)}, half=True))["w"] == 65504
-    with pytest.raises(WireError, match=r"w holds 7e\+04, which float16 turns into infinity; send float32"):
+    with pytest.raises(ContainerError, match=r"w holds 7e\+04, which float16 turns into infinity; send float32"):
         encode({"w": torch.tensor([1.0, 7e4, float("nan")], dtype=dtype)}, half=True)
     endless = {"w": torch.tensor([float("inf"), float("nan")], dtype=dtype)}
     found = decode(encode(endless, half=True))["w"]
@@ -240,110 +209,84 @@ def test_half_refuses_what_it_cannot_hold(dtype):
     assert found[1].isnan()
 
 
-# --- what cannot be sent ---------------------------------------------------------------------------------------------
+# --- lies ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("params", "reason"),
-    [
-        ({"": torch.zeros(1)}, "names have 1 to 256 printable characters"),
-        ({"a\n": torch.zeros(1)}, "names have 1 to 256 printable characters"),
-        ({"\ud800": torch.zeros(1)}, "names have 1 to 256 printable characters"),
-        ({"a" * 257: torch.zeros(1)}, "names have 1 to 256 printable characters"),
-        ({"a": torch.zeros(1, dtype=torch.complex64)}, "a is torch.complex64"),
-        ({"a": torch.zeros(2, 2).to_sparse()}, "layout torch.sparse_coo"),
-        ({"a": torch.zeros(1).expand(1 << 32)}, "too large to be sent"),
-        ({"a": torch.zeros([1] * 17)}, "too large to be sent"),
-        ({f"{i:0250}": torch.zeros(()) for i in range(5000)}, "the header would take"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_unsendable(params, reason):
-    """One sentence says what cannot be sent."""
-    with pytest.raises(WireError, match=reason):
-        encode(params)
-
-
-# --- damage ----------------------------------------------------------------------------------------------------------
-
-
-def sealed(entries, payload=b"", *, version=codec.VERSION, magic=codec.MAGIC, header=None, claim=None):
-    """A message with a proper checksum around whatever it holds: what a hostile client can make."""
-    text = json.dumps(entries).encode() if header is None else header
-    body = struct.pack("<4sHIQ", magic, version, len(text), len(payload) if claim is None else claim) + text + payload
-    return body + hashlib.sha256(body).digest()
+def sealed(held, packed=None):
+    """A proper container of whatever packing is claimed: what a hostile client can make."""
+    return dump(MESSAGE, held, {} if packed is None else {"packed": json.dumps(packed)})
 
 
 def test_sealed_makes_messages():
     """The builder of the tests below agrees with the format, so that they fail for what they name alone."""
-    assert decode(sealed([["a", "float32", [2], "dense", 8]], b"\0" * 8))["a"].tolist() == [0, 0]
-    assert sealed([], header=b"[]") == encode({})
+    mask, weight = torch.tensor([1], dtype=torch.int32), torch.ones(1)
+    packed = {"a.mask": ["kept", "BOOL", [2]], "a.weight": ["sparse", "F32", [1, 2]]}
+    found = decode(sealed({"a.mask": mask, "a.weight": weight}, packed))
+    same(found, {"a.mask": torch.tensor([False, True]), "a.weight": torch.tensor([[0.0, 1.0]])})
+
+
+NONE, ONE, BYTE = torch.zeros(0, dtype=torch.int32), torch.zeros(1), torch.ones(1, dtype=torch.uint8)
+
+
+def places(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 HOSTILE = {
-    "magic": (sealed([], magic=b"PK\3\4"), "not a message of metavd"),
-    "header is no JSON": (sealed([], header=b"{"), "not proper JSON"),
-    "header is no text": (sealed([], header=b"\xff\xfe\xfd"), "not proper JSON"),
-    "header is deep": (sealed([], header=b"[" * 200_000), "not proper JSON"),
-    "header is an object": (sealed({"a": 1}), "not a list of entries"),
-    "header holds NaN": (sealed([], header=b'[["a","float32",[NaN],"dense",4]]'), "not proper JSON"),
-    "header holds Infinity": (sealed([], header=b'[["a","float32",[1],"dense",Infinity]]'), "not proper JSON"),
-    "header holds a giant": (
-        sealed([], header=b'[["a","float32",[1' + b"0" * 5000 + b'],"dense",4]]'), "not proper JSON",
-    ),
-    "header is long": (sealed([], header=b" " * ((1 << 20) + 1)), "claims a header"),
-    "payload claim": (sealed([], claim=2**63), "truncated"),
-    "entry is no list": (sealed([5]), "is not \\[name"),
-    "entry is short": (sealed([["a", "float32", [1]]]), "is not \\[name"),
-    "name is no text": (sealed([[5, "float32", [1], "dense", 4]], b"\0" * 4), "improper name 5"),
-    "name is a surrogate": (sealed([], b"", header=b'[["\\ud800","float32",[0],"dense",0]]'), "improper name"),
-    "dtype": (sealed([["a", "object", [1], "dense", 4]], b"\0" * 4), "unknown dtype 'object'"),
-    "dtype is no text": (sealed([["a", [], [1], "dense", 4]], b"\0" * 4), "unknown dtype"),
-    "shape is negative": (sealed([["a", "float32", [-1], "dense", 4]], b"\0" * 4), "improper shape"),
-    "shape is a float": (sealed([["a", "float32", [1.0], "dense", 4]], b"\0" * 4), "improper shape"),
-    "shape is a boolean": (sealed([["a", "float32", [True], "dense", 4]], b"\0" * 4), "improper shape"),
-    "shape has 17 axes": (sealed([["a", "float32", [1] * 17, "dense", 4]], b"\0" * 4), "improper shape"),
-    "shape bomb": (sealed([["a", "float32", [2**40], "dense", 4]], b"\0" * 4), "would unfold to 4398046511104 bytes"),
-    "shape bomb beside 0": (sealed([["a", "float32", [0, 2**61, 2**61], "dense", 0]]), "would unfold"),
-    "mask bomb": (sealed([["a.mask", "bool", [2**40], "kept", 0]]), "would unfold to 1099511627776 bytes"),
+    "packing is no JSON": (dump(MESSAGE, {}, {"packed": "{"}), "in proper JSON"),
+    "packing is deep": (dump(MESSAGE, {}, {"packed": "[" * 200_000}), "in proper JSON"),
+    "packing is a list": (sealed({}, []), "by name"),
+    "packing of a stranger": (sealed({}, {"b": ["half", "F32", [1]]}), "how 'b' is packed, which it does not hold"),
+    "packing is short": (sealed({"a": ONE}, {"a": ["half", "F32"]}), "by \\[way, dtype, shape\\]"),
+    "packing is a number": (sealed({"a": ONE}, {"a": 5}), "by \\[way, dtype, shape\\]"),
+    "way": (sealed({"a": ONE}, {"a": ["pickle", "F32", [1]]}), "packed as 'pickle', which it cannot be"),
+    "way is no text": (sealed({"a": ONE}, {"a": [{}, "F32", [1]]}), "which it cannot be"),
+    "values as bits": (sealed({"a": BYTE}, {"a": ["bits", "F32", [8]]}), "packed as 'bits', which it cannot be"),
+    "mask as values": (sealed({"a.mask": ONE}), "packed as 'dense', which it cannot be"),
+    "dtype": (sealed({"a": ONE}, {"a": ["half", "C64", [1]]}), "unknown dtype 'C64'"),
+    "dtype is no text": (sealed({"a": ONE}, {"a": ["half", [], [1]]}), "unknown dtype"),
+    "shape is negative": (sealed({"a": ONE}, {"a": ["half", "F32", [-1]]}), "improper shape"),
+    "shape is NaN": (sealed({"a": ONE}, {"a": ["half", "F32", [float("nan")]]}), "improper shape"),
+    "shape bomb": (sealed({"a": ONE}, {"a": ["dense", "F32", [2**40]]}), "would unfold to 4398046511104 bytes"),
+    "shape bomb beside 0": (sealed({"a": ONE}, {"a": ["dense", "F32", [0, 2**61, 2**61]]}), "improper shape"),
+    "mask bomb": (sealed({"a.mask": NONE}, {"a.mask": ["kept", "BOOL", [2**40]]}), "would unfold to 1099511627776 b"),
     "weight bomb": (
-        sealed([["a.mask", "bool", [4], "kept", 0], ["a.weight", "float32", [2**40, 4], "sparse", 0]]),
-        "would unfold",
+        sealed({"a.mask": NONE, "a.weight": ONE[:0]},
+               {"a.mask": ["kept", "BOOL", [4]], "a.weight": ["sparse", "F32", [2**40, 4]]}), "would unfold",
     ),
     "many small bombs": (
-        sealed([[f"{i}.mask", "bool", [2**26], "kept", 0] for i in range(1000)]), "would unfold to 67108864000 bytes",
+        sealed({f"{i}.mask": NONE for i in range(1000)}, {f"{i}.mask": ["kept", "BOOL", [2**26]] for i in range(1000)}),
+        "would unfold to 67108864000 bytes",
     ),
-    "size is negative": (
-        sealed([["a", "float32", [1], "dense", -4], ["b", "float32", [2], "dense", 8]], b"\0" * 4), "improper length",
-    ),
-    "sizes overlap": (
-        sealed([["a", "float32", [2], "dense", 8], ["b", "float32", [2], "dense", 8]], b"\0" * 12),
-        "claim 16 bytes, and its payload has 12",
-    ),
-    "payload is left over": (sealed([["a", "float32", [1], "dense", 4]], b"\0" * 8), "claim 4 bytes"),
-    "size and shape differ": (sealed([["a", "float32", [1], "dense", 8]], b"\0" * 8), "a has 8 bytes instead of 4"),
-    "twice": (sealed([["a", "float32", [1], "dense", 4]] * 2, b"\0" * 8), "holds a twice"),
-    "encoding": (sealed([["a", "float32", [1], "pickle", 4]], b"\0" * 4), "encoding 'pickle', which it cannot"),
-    "encoding is no text": (sealed([["a", "float32", [1], {}, 4]], b"\0" * 4), "which it cannot have"),
-    "values as bits": (sealed([["a", "float32", [8], "bits", 1]], b"\0"), "encoding 'bits', which it cannot"),
-    "mask as values": (sealed([["a.mask", "float32", [1], "dense", 4]], b"\0" * 4), "encoding 'dense', which it"),
-    "integers as half": (sealed([["a", "int64", [1], "half", 2]], b"\0" * 2), "cannot come as float16"),
-    "sparse without a mask": (sealed([["a.weight", "float32", [1], "sparse", 4]], b"\0" * 4), "no mask says which"),
+    "values are few": (sealed({"a": ONE}, {"a": ["dense", "F32", [2]]}), "shape \\(1,\\) instead of .* shape \\(2,\\)"),
+    "values are others": (sealed({"a": ONE}, {"a": ["dense", "I32", [1]]}), "float32 .* instead of torch.int32"),
+    "half is whole": (sealed({"a": ONE}, {"a": ["half", "F32", [1]]}), "float32 .* instead of torch.float16"),
+    "integers as half": (sealed({"a": ONE.half()}, {"a": ["half", "I64", [1]]}), "cannot come as float16"),
+    "sparse without a mask": (sealed({"a.weight": ONE}, {"a.weight": ["sparse", "F32", [1]]}), "no mask says which"),
     "mask does not fit": (
-        sealed([["a.mask", "bool", [3], "dropped", 0], ["a.weight", "float32", [2, 2], "sparse", 16]], b"\0" * 16),
-        "no mask says which",
+        sealed({"a.mask": NONE, "a.weight": torch.zeros(4)},
+               {"a.mask": ["dropped", "BOOL", [3]], "a.weight": ["sparse", "F32", [2, 2]]}), "no mask says which",
     ),
     "dropped values": (
-        sealed([["a.mask", "bool", [2], "kept", 4], ["a.weight", "float32", [1, 2], "dense", 8]], b"\0" * 12),
+        sealed({"a.mask": places(0), "a.weight": torch.zeros(1, 2)}, {"a.mask": ["kept", "BOOL", [2]]}),
         "a.weight came with values that its mask drops",
     ),
-    "mask is unknown": (sealed([["a.mask", "bool", [3], "known", 0]]), "receiver does not have it"),
-    "bits are few": (sealed([["a.mask", "bool", [9], "bits", 1]], b"\1"), "9 bits do not take 1 bytes"),
-    "bits beyond the end": (sealed([["a.mask", "bool", [3], "bits", 1]], b"\x0f"), "bits are set beyond its end"),
-    "positions outside": (sealed([["a.mask", "bool", [3], "kept", 4]], b"\3\0\0\0"), "lie outside"),
-    "positions twice": (sealed([["a.mask", "bool", [3], "kept", 8]], b"\1\0\0\0" * 2), "do not ascend"),
-    "half a position": (sealed([["a.mask", "bool", [3], "kept", 3]], b"\1\0\0"), "no whole number of positions"),
-    "no booleans": (sealed([["a", "bool", [2], "dense", 2]], b"\1\2"), "no booleans"),
+    "too many values": (
+        sealed({"a.mask": places(0), "a.weight": torch.zeros(2)},
+               {"a.mask": ["kept", "BOOL", [2]], "a.weight": ["sparse", "F32", [1, 2]]}), "a.weight came as",
+    ),
+    "mask is unknown": (sealed({"a.mask": NONE}, {"a.mask": ["known", "BOOL", [3]]}), "receiver does not have it"),
+    "bits are few": (sealed({"a.mask": BYTE}, {"a.mask": ["bits", "BOOL", [9]]}), "9 bits do not take 1 bytes"),
+    "bits beyond the end": (sealed({"a.mask": 15 * BYTE}, {"a.mask": ["bits", "BOOL", [3]]}), "set beyond its end"),
+    "bits are numbers": (sealed({"a.mask": ONE}, {"a.mask": ["bits", "BOOL", [3]]}), "float32 of shape .* its bits"),
+    "bits in two axes": (sealed({"a.mask": BYTE[None]}, {"a.mask": ["bits", "BOOL", [3]]}), "cannot be its bits"),
+    "positions outside": (sealed({"a.mask": places(3)}, {"a.mask": ["kept", "BOOL", [3]]}), "lie outside"),
+    "positions below 0": (sealed({"a.mask": places(-1, 1)}, {"a.mask": ["kept", "BOOL", [3]]}), "lie outside"),
+    "positions twice": (sealed({"a.mask": places(1, 1)}, {"a.mask": ["kept", "BOOL", [3]]}), "do not ascend"),
+    "positions fall": (
+        sealed({"a.mask": places(2, -(2**31), 2)}, {"a.mask": ["kept", "BOOL", [3]]}), "do not ascend",
+    ),
+    "positions are bytes": (sealed({"a.mask": BYTE}, {"a.mask": ["kept", "BOOL", [3]]}), "cannot be its kept"),
 }  # fmt: skip
 
 
@@ -354,7 +297,7 @@ def test_hostile_messages(case):
     tracemalloc.start()
     begun = time.perf_counter()
     try:
-        with pytest.raises(WireError, match=reason) as caught:
+        with pytest.raises(ContainerError, match=reason) as caught:
             decode(data)
         assert "\n" not in str(caught.value)
         assert tracemalloc.get_traced_memory()[1] < 50e6
@@ -363,29 +306,11 @@ def test_hostile_messages(case):
         tracemalloc.stop()
 
 
-def test_many_entries_take_bounded_time():
-    """The longest header of the shortest entries, the last one twice: nothing is quadratic."""
-    entries = [[f"{i:x}", "bool", [], "dense", 0] for i in range(28_000)]
-    data = sealed([], header=json.dumps([*entries, entries[-1]], separators=(",", ":")).encode())
-    begun = time.perf_counter()
-    with pytest.raises(WireError, match="twice"):
-        decode(data)
-    assert time.perf_counter() - begun < 5
-
-
-@pytest.mark.parametrize(("version", "age"), [(0, "older"), (2, "newer"), (65_535, "newer")])
-def test_other_versions(version, age):
-    """Both versions are named."""
-    with pytest.raises(WireError, match=f"the {age} wire version {version}, and this metavd reads version 1") as caught:
-        decode(sealed([], version=version))
-    assert caught.value.kind == "version"
-
-
 def test_limit():
     """A message may unfold to `limit` bytes, and to no more."""
     data = encode({"a": torch.zeros(100)})
     assert len(decode(data, limit=400)["a"]) == 100
-    with pytest.raises(WireError, match="would unfold to 400 bytes; 399 are allowed"):
+    with pytest.raises(ContainerError, match="would unfold to 400 bytes; 399 are allowed"):
         decode(data, limit=399)
 
 
@@ -407,7 +332,7 @@ def test_like_is_what_was_asked(change, kind, reason):
     sent = masked(first(60))
     answer = dict(sent)
     change(answer)
-    with pytest.raises(WireError, match=reason) as caught:
+    with pytest.raises(ContainerError, match=reason) as caught:
         decode(encode(answer), like=sent)
     assert caught.value.kind == kind
 
@@ -415,24 +340,10 @@ def test_like_is_what_was_asked(change, kind, reason):
 def test_like_bounds_memory():
     """A bomb in place of an answer is refused by its shape, whatever the limit."""
     sent = {"a.mask": torch.ones(4), "a.weight": torch.ones(2, 4)}
-    bomb = sealed([["a.mask", "float32", [4], "kept", 0], ["a.weight", "float32", [2**40, 4], "sparse", 0]])
-    with pytest.raises(WireError, match="has shape"):
+    packed = {"a.mask": ["kept", "F32", [4]], "a.weight": ["sparse", "F32", [2**40, 4]]}
+    bomb = sealed({"a.mask": NONE, "a.weight": ONE[:0]}, packed)
+    with pytest.raises(ContainerError, match="has shape"):
         decode(bomb, like=sent, limit=2**62)
-
-
-def test_every_truncation_and_every_flipped_bit():
-    """No byte of a message is without a guard: any cut, any longer copy and any changed bit is refused."""
-    data = encode(masked(first(6, (2, 8)), shape=(2, 8)))
-    for length in range(len(data)):
-        with pytest.raises(WireError):
-            decode(data[:length])
-    with pytest.raises(WireError, match="too long"):
-        decode(data + b"\0")
-    for place in range(8 * len(data)):
-        flipped = bytearray(data)
-        flipped[place // 8] ^= 1 << place % 8
-        with pytest.raises(WireError):
-            decode(bytes(flipped))
 
 
 # --- fuzz ------------------------------------------------------------------------------------------------------------
@@ -442,45 +353,33 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=12,
 )
-ENTRY = st.tuples(
-    st.sampled_from(["a.weight", "a.mask", "a.bias", "b", "a.keep"]) | JSON,
-    st.sampled_from(["float32", "float64", "bool", "int64"]) | JSON,
-    st.lists(st.integers(-1, 5) | st.sampled_from([2**31, 2**62, 2**64]), max_size=3) | JSON,
-    st.sampled_from(sorted(codec._VALUES | codec._MASKS)) | JSON,
-    st.integers(-1, 40) | JSON,
-).map(list)
+PACKED = st.dictionaries(
+    st.sampled_from(["a.weight", "a.mask", "a.bias"]),
+    st.tuples(
+        st.sampled_from(sorted(codec._VALUES | codec._MASKS)) | JSON,
+        st.sampled_from(["F32", "F64", "BOOL", "I64"]) | JSON,
+        st.lists(st.integers(-1, 5) | st.sampled_from([2**31, 2**62, 2**64]), max_size=3) | JSON,
+    ).map(list) | JSON,
+)  # fmt: skip
+HELD = st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=2), st.integers(0, 3))
 
 
 def survives(data, **known):
-    """Decoding gives parameters that make sense, or WireError: nothing else."""
+    """Decoding gives parameters that make sense, or ContainerError: nothing else."""
     try:
         found = decode(data, limit=1 << 20, **known)
-    except WireError:
+    except ContainerError:
         return
-    for value in found.values():
-        assert value.numel() * value.element_size() <= 1 << 20
+    assert all(value.nbytes <= 1 << 20 for value in found.values())
     same(decode(encode(found), **known), found)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=300))
-def test_random_bytes(data):
-    """Bytes that nobody wrote, bare, behind a proper start, and well sealed."""
-    survives(data)
-    survives(codec.MAGIC + struct.pack("<H", codec.VERSION) + data)
-    survives(sealed([], header=data))
-    survives(sealed([["a", "float32", [len(data) // 4], "dense", len(data)]], data))
-
-
 @settings(max_examples=500, deadline=None)
-@given(st.lists(ENTRY, max_size=4) | JSON, st.binary(max_size=60), st.booleans())
-def test_random_headers(entries, payload, fit):
-    """Well sealed messages whose headers are almost right."""
-    if fit and isinstance(entries, list):
-        sizes = [each[4] for each in entries if isinstance(each, list) and len(each) == 5]
-        if all(type(size) is int and 0 <= size < 1000 for size in sizes):
-            payload = (payload * 200)[: sum(sizes)].ljust(sum(sizes), b"\1")
-    data = sealed(entries, payload)
+@given(st.dictionaries(st.sampled_from(["a.weight", "a.mask", "a.bias"]), HELD), PACKED | JSON)
+def test_random_packing(held, packed):
+    """Sound containers that were packed in ways that are almost right."""
+    tensors = {name: torch.full(shape, value).to(dtype) for name, (dtype, shape, value) in held.items()}
+    data = sealed(tensors, packed)
     survives(data)
     survives(data, masks={"a.mask": torch.ones(3)})
     survives(data, like={"a.weight": torch.ones(2, 3), "a.mask": torch.ones(3)})
@@ -488,10 +387,10 @@ def test_random_headers(entries, payload, fit):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.booleans())
-def test_random_mutations(data, seal):
+def test_random_mutations(data, again):
     """Real messages with bytes changed, cut out or put in; sealed again, so that the checksum does not help."""
     sent = masked(first(data.draw(st.integers(0, 16)), (2, 8)), shape=(2, 8))
-    body = bytearray(encode(sent, half=data.draw(st.booleans()), mask_known=data.draw(st.booleans()))[:-32])
+    body = bytearray(encode(sent, half=data.draw(st.booleans()), mask_known=data.draw(st.booleans())))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, max(len(body) - 1, 0)))
         what = data.draw(st.sampled_from(["change", "cut", "put", "truncate"]))
@@ -503,13 +402,11 @@ def test_random_mutations(data, seal):
             body[at:at] = data.draw(st.binary(max_size=9))
         else:
             del body[at:]
-    if seal and len(body) >= 18:
-        header = struct.unpack_from("<I", body, 6)[0]
-        if 18 + header <= len(body):
-            struct.pack_into("<Q", body, 10, len(body) - 18 - header)
-    message = bytes(body) + hashlib.sha256(body).digest()
-    survives(message)
-    survives(message, like=sent)
+    if again:
+        end = 8 + int.from_bytes(body[:8], "little")
+        body = bytearray(seal(bytes(body[8:end]), [bytes(body[end:])]))
+    survives(bytes(body))
+    survives(bytes(body), like=sent)
 
 
 # --- a federation over the wire --------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import random
 import pytest
 import torch
 
+from metavd.container import dump
 from metavd.wire import Expected, Guard, Limits, Rejected, encode
-from metavd.wire.codec import VERSION
+from metavd.wire.codec import MESSAGE
 
 MASK = torch.tensor([[1.0, 0, 1], [0, 1, 1]])
 
@@ -39,12 +40,6 @@ def ask(guard, expected=None, *, params=None, mask_known=True, **claims):
 def answer(**changed):
     """An honest answer with some entries changed."""
     return moved(received()) | {name.replace("_", "."): value for name, value in changed.items()}
-
-
-def with_version(version):
-    data = bytearray(encode(moved(received()), mask_known=True))
-    data[4:6] = version.to_bytes(2, "little")
-    return bytes(data)
 
 
 # --- honest ----------------------------------------------------------------------------------------------------------
@@ -115,15 +110,15 @@ BAD = {
     "round is no integer": ("round", {"round": 5.0}, "the answer is for round 5.0"),
     "round is text": ("round", {"round": "5"}, "the answer is for round '5'"),
     "round is missing": ("round", {"round": None}, "the answer is for round None"),
-    "truncated": ("damaged", {"payload": WHOLE[:-1]}, "the message is truncated"),
+    "truncated": ("damaged", {"payload": WHOLE[:-1]}, "its checksum does not match"),
     "cut short": ("damaged", {"payload": WHOLE[:10]}, "the message is truncated"),
     "nothing": ("damaged", {"payload": b""}, "the message is truncated"),
-    "too long": ("damaged", {"payload": WHOLE + b"!"}, "the message is too long"),
+    "too long": ("damaged", {"payload": WHOLE + b"!"}, "its checksum does not match"),
     "damaged": ("damaged", {"payload": WHOLE[:-40] + b"?" + WHOLE[-39:]}, "its checksum does not match"),
     "no message": ("damaged", {"payload": b"\x80\x04" + WHOLE}, "this is not a message of metavd"),
     "no bytes": ("damaged", {"payload": None}, "the payload is no bytes but NoneType"),
     "oversized": ("oversized", {"payload": bytes(100_001)}, "has 100001 bytes; 100000 are allowed"),
-    "other version": ("version", {"payload": with_version(VERSION + 1)}, f"wire version {VERSION + 1}"),
+    "other version": ("version", {"payload": dump(MESSAGE._replace(version=99), {})}, "the message has version 99"),
 }  # fmt: skip
 
 

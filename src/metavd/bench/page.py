@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..engine.checkpoint import write_atomic
+from ..container import write_atomic
 from ..report.pictures import RIGHT, logarithmic, looking_alike
 from .measure import BenchError
 from .workload import CURVES

@@ -13,14 +13,10 @@ import torch
 from torch import Tensor, func
 from torch.autograd import Function
 
+from ..compat import transform_active
 from ..tree import Params
 
 Scalar = Callable[[Params], Tensor]
-
-
-def _transformed() -> bool:
-    """Whether a `torch.func` transform (vmap, grad) is active around the caller."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _open(point: Params) -> tuple[Params, bool]:
@@ -40,7 +36,7 @@ def grad_and_value(function: Scalar) -> Callable[[Params], tuple[Params, Tensor]
     """Return the function that gives gradient and value at a point; differentiable again from outside."""
 
     def both(point: Params) -> tuple[Params, Tensor]:
-        if _transformed():
+        if transform_active():
             gradient, value = func.grad_and_value(function)(point)
             return gradient, value
         with torch.enable_grad():

@@ -16,8 +16,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils import _pytree as pytree
 
+from ..compat import flatten, unflatten
 from ..core.types import Batch, Job, Model
 from ..data.cohort import pad
 
@@ -145,6 +145,6 @@ def _together(function: Function, group: Sequence[Job]) -> Iterator[Any]:
     clients = torch.stack([job.client for job in group])
     keys = torch.stack([job.key for job in group])
     out = vmap(function, randomness="error")(clients, batches, rows, keys)
-    leaves, shape = pytree.tree_flatten(out)
+    leaves, shape = flatten(out)
     for i in range(len(group)):
-        yield pytree.tree_unflatten([leaf[i] for leaf in leaves], shape)
+        yield unflatten([leaf[i] for leaf in leaves], shape)

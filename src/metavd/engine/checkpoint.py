@@ -1,51 +1,43 @@
-"""A server's whole state on disk: safetensors and JSON, atomic, the last two kept, no pickle.
+"""A server's whole state on disk: one container per checkpoint, written whole or not at all, the last two kept.
 
-    round-000050.safetensors    parameters, optimiser memory, round, key
-    round-000050.json           written last: round, SHA-256 of the tensors, their order, what the caller adds, and
-                                a SHA-256 of all that
+    round-000050.safetensors    parameters, optimiser memory, round and key; in its header the round, the run's spec
+                                and seed where they are given, and what the caller adds
 
-A checkpoint exists once its JSON does. A damaged one is reported by name and the one before it is used.
+A damaged checkpoint is reported by name and the one before it is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
+from ..container import Format, dump, load, write_atomic
 from ..core.types import ServerState
+from ..tree import Params
 
+CHECKPOINT = Format("checkpoint", 2)
 KEEP = 2
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that at any moment it is either whole or as it was before."""
-    scratch = path.with_name(f".{path.name}.partial")
-    with scratch.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _flat(state: ServerState) -> dict[str, torch.Tensor]:
+def _flat(state: ServerState) -> Params:
     named = {f"params/{name}": value for name, value in state.params.items()}
     named |= {f"slots/{name}": value for name, value in state.slots.items()}
     named |= {"round": state.round, "key": state.key}
     return {name: value.detach().cpu().contiguous() for name, value in named.items()}
+
+
+def _state(flat: Params) -> ServerState:
+    params, slots = (
+        {name.removeprefix(part): value for name, value in flat.items() if name.startswith(part)}
+        for part in ("params/", "slots/")
+    )
+    return ServerState(params, slots, flat["round"], flat["key"])
 
 
 def state_hash(state: ServerState) -> str:
@@ -57,30 +49,34 @@ def state_hash(state: ServerState) -> str:
     return digest.hexdigest()
 
 
-def save_checkpoint(folder: Path, state: ServerState, extra: Mapping[str, Any]) -> None:
-    """Add a checkpoint and remove all but the last two."""
+def save_checkpoint(
+    folder: Path, state: ServerState, extra: Mapping[str, Any], *, spec: str | None = None, seed: int | None = None
+) -> None:
+    """Add a checkpoint and remove all but the last two.
+
+    Args:
+        folder: where checkpoints of one run are.
+        state: all that the run needs to go on.
+        extra: plain values that come back with it.
+        spec: hash of the run's settings, for whoever finds the file.
+        seed: of the run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    flat = _flat(state)
-    data = save(flat)
-    stem = f"round-{int(state.round):06d}"
-    write_atomic(folder / f"{stem}.safetensors", data)
-    # Dictionaries keep their order; sums over entries are taken in it, so a resumed run must have the same.
-    about = {"round": int(state.round), "sha256": hashlib.sha256(data).hexdigest(), "order": list(flat), "extra": extra}
-    write_atomic(folder / f"{stem}.json", json.dumps(about | {"check": digest(about)}).encode())
-    for old in _stems(folder)[KEEP:]:
-        (folder / f"{old}.json").unlink(missing_ok=True)
-        (folder / f"{old}.safetensors").unlink(missing_ok=True)
+    named = {"round": int(state.round), "spec": spec, "seed": seed}
+    words = {name: str(value) for name, value in named.items() if value is not None}
+    write_atomic(_path(folder, int(state.round)), dump(CHECKPOINT, _flat(state), words | {"extra": json.dumps(extra)}))
+    for old in _rounds(folder)[KEEP:]:
+        _path(folder, old).unlink(missing_ok=True)
 
 
-def digest(about: Mapping[str, Any]) -> str:
-    """SHA-256 of plain values, in their order."""
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+def _path(folder: Path, round: int) -> Path:
+    return folder / f"round-{round:06d}.safetensors"
 
 
-def _stems(folder: Path) -> list[str]:
-    """Checkpoints by name, newest first; tensors without their JSON count as none."""
-    names = (re.fullmatch(r"(round-\d{6,})\.json", path.name) for path in folder.glob("round-*.json"))
-    return sorted((match[1] for match in names if match), key=lambda stem: int(stem[6:]), reverse=True)
+def _rounds(folder: Path) -> list[int]:
+    """Rounds of which there are checkpoints, newest first."""
+    names = (re.fullmatch(r"round-(\d{6,})\.safetensors", path.name) for path in folder.glob("round-*.safetensors"))
+    return sorted((int(match[1]) for match in names if match), reverse=True)
 
 
 def load_checkpoint(
@@ -93,23 +89,11 @@ def load_checkpoint(
 
     Each damaged one is named to `report`.
     """
-    for stem in _stems(folder):
-        if round is not None and int(stem[6:]) != round:
-            continue
+    for found in _rounds(folder) if round is None else [each for each in _rounds(folder) if each == round]:
+        path = _path(folder, found)
         try:
-            about = json.loads((folder / f"{stem}.json").read_text())
-            check = about.pop("check")
-            data = (folder / f"{stem}.safetensors").read_bytes()
-            if check != digest(about) or about["sha256"] != hashlib.sha256(data).hexdigest():
-                raise ValueError("its checksum does not match")
-            loaded = load(data)
-            flat = {name: loaded[name].to(device) for name in about["order"]}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            report(f"checkpoint {folder / stem} is damaged ({error}); trying the one before it")
-            continue
-        parts = {
-            part: {name.partition("/")[2]: value for name, value in flat.items() if name.startswith(f"{part}/")}
-            for part in ("params", "slots")
-        }
-        return ServerState(parts["params"], parts["slots"], flat["round"], flat["key"]), about["extra"]
+            flat, words = load(CHECKPOINT, path.read_bytes())
+            return _state({name: value.to(device) for name, value in flat.items()}), json.loads(words["extra"])
+        except (OSError, ValueError, KeyError) as error:
+            report(f"checkpoint {path} is damaged ({error}); trying the one before it")
     return None

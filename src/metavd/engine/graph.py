@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ..compat import copy_each, flatten, unflatten
 
 
 def captured(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +23,7 @@ def captured(function: Callable[..., Any]) -> Callable[..., Any]:
     seen: dict[Any, Callable[[list[Tensor]], Any] | None] = {}
 
     def call(*arguments: Any) -> Any:
-        leaves, shape = pytree.tree_flatten(arguments)
+        leaves, shape = flatten(arguments)
         kind = (shape, tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves))
         if kind not in seen:
             seen[kind] = None
@@ -32,7 +33,7 @@ def captured(function: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 made = _record(function, leaves, shape)
             except RuntimeError:  # the device was asked for a number
-                made = lambda values: function(*pytree.tree_unflatten(values, shape))  # noqa: E731
+                made = lambda values: function(*unflatten(values, shape))  # noqa: E731
             seen[kind] = made
         return made(leaves)
 
@@ -58,15 +59,15 @@ def _record(function: Callable[..., Any], leaves: list[Tensor], shape: Any) -> C
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), _no_questions():
-        function(*pytree.tree_unflatten(inputs, shape))
+        function(*unflatten(inputs, shape))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs, form = pytree.tree_flatten(function(*pytree.tree_unflatten(inputs, shape)))
+        outputs, form = flatten(function(*unflatten(inputs, shape)))
 
     def replay(values: list[Tensor]) -> Any:
-        torch._foreach_copy_(inputs, values)
+        copy_each(inputs, values)
         graph.replay()
-        return pytree.tree_unflatten([output.clone() for output in outputs], form)
+        return unflatten([output.clone() for output in outputs], form)
 
     return replay

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import tree, wire
+from ..compat import absolute_sums
 from ..core import rng
 from ..core.local import FIXED
 from ..core.types import Algorithm, Batch, Job, NonFiniteError, ServerState, Update
@@ -141,7 +142,7 @@ def _traffic(adapted: Params, count: int) -> list[wire.Traffic]:
 
 def _sizes(values: list[Tensor]) -> list[Tensor]:
     """Return each tensor's sum of magnitudes: quick, and not finite where a summand is not; it may overflow."""
-    return [size.to(values[0].dtype) for size in torch._foreach_norm(values, 1)]
+    return [size.to(values[0].dtype) for size in absolute_sums(values)]
 
 
 def _fetch(values: Tensor) -> Callable[[], list[float]]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from ..container import write_atomic
 from ..core.emit import OWNED
 from ..core.types import ServerState
-from ..engine.checkpoint import write_atomic
 from ..tree import Params
 from .config import FederationError
 

@@ -26,13 +26,14 @@ from flwr.app import Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from .. import methods, tree
+from ..container import write_atomic
 from ..core import rng
 from ..core.emit import EMBEDDING
 from ..core.types import Algorithm, ServerState, Update
 from ..data.cohort import choose, pool
 from ..data.partition import Federation
 from ..data.source import Source
-from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash, write_atomic
+from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.machine import tuned
 from ..engine.simulate import Record, check_finite
 from ..evaluate.personal import diagnose, masks_of
@@ -180,7 +181,7 @@ def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
             evaluated += tested.down
         store.add_round(line)
         extra = {**total, "evaluated": evaluated, "seconds": before + time.monotonic() - began, "guard": guard.state()}
-        save_checkpoint(store.checkpoint, state, extra)
+        save_checkpoint(store.checkpoint, state, extra, spec=spec_hash(e), seed=e.seed)
     state = _joined(fleet, setup, state, store)
     tested = _evaluate(fleet, setup, state)
     result = {

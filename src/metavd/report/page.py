@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..container import write_atomic
 from ..data import collection
 from ..data.source import SourceError
-from ..engine.checkpoint import write_atomic
 from ..evaluate.figures import headline
 from ..version import VERSION
 from . import curves, gains, intervals, personal, reliability, summary

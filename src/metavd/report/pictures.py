@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from ..engine.checkpoint import write_atomic
+from ..container import write_atomic
 from .groups import Group
 
 INK, MUTED, RULE, PAPER = "#1f2430", "#667080", "#e1e4e9", "#fffffe"

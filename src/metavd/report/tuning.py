@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
-from ..engine.checkpoint import write_atomic
+from ..container import write_atomic
 from ..version import VERSION
 from .page import POLICY, figure_folder, templates, text_of
 from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, publish, short

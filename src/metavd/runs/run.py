@@ -334,13 +334,13 @@ def check_folder(store: Store, setup: Setup, *, resume: bool) -> None:
 
 
 @contextmanager
-def _saving(store: Store | None, first: ServerState) -> Iterator[dict[str, Any]]:
+def _saving(store: Store | None, first: ServerState, e: Experiment) -> Iterator[dict[str, Any]]:
     """Keep the last good state safe whatever ends the training."""
     last: dict[str, Any] = {}
 
     def save() -> None:
         if store is not None and last:
-            save_checkpoint(store.checkpoint, last["state"], last["extra"])
+            save_checkpoint(store.checkpoint, last["state"], last["extra"], spec=spec_hash(e), seed=e.seed)
 
     try:
         yield last
@@ -390,7 +390,7 @@ def _train(
     listener.start(e, int(state.round))
     for text in methods.notes(e.method, e.options, e.rounds):
         listener.note(text)
-    with _saving(store, state) as last:
+    with _saving(store, state, e) as last:
         stopped = best is not None and best.age >= e.patience
         for new, record in () if stopped else rounds_of(setup, state):
             state = new
@@ -411,9 +411,9 @@ def _train(
                 extra["best"] = {"round": int(best.state.round), "nll": best.nll, "age": best.age}
             last |= {"state": state, "extra": extra}
             if store is not None and best is not None and best is not known and best.state is state:
-                save_checkpoint(store.best, state, {})
+                save_checkpoint(store.best, state, {}, spec=spec_hash(e), seed=e.seed)
             if store is not None and (record.round % e.checkpoint_every == 0 or ends or best is not known):
-                save_checkpoint(store.checkpoint, state, extra)
+                save_checkpoint(store.checkpoint, state, extra, spec=spec_hash(e), seed=e.seed)
             if best is not None and best.age >= e.patience:
                 break
         trained = int(state.round)

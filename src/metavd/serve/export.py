@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
+from ..container import Format, dump, write_atomic
 from ..core import rng
 from ..core.gp_slots import POINTS
 from ..core.variational import per_weight, variance
-from ..engine.checkpoint import write_atomic
 from ..tree import Params
 from .personal import Personal, Prediction
 from .samples import Samples, UseError, domain_number
@@ -147,7 +146,7 @@ def export(
     if kind == "onnx":
         data = onnx_bytes(own, domain=domain, samples=samples)
     else:
-        data = bytes_of(plain_weights(own), {"metavd": json.dumps(_short(own))})
+        data = dump(Format("export", 1), plain_weights(own), {"metavd": json.dumps(_short(own))})
     page = path.with_name(f"{path.name}.md")
     text = card(own, path.name, kind, domain=domain, licence=licence)
     write_atomic(path, data)

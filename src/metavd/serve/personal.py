@@ -5,9 +5,9 @@
 
 A personalised model is a folder that needs neither the run nor its data any more:
 
-    weights.safetensors   a client's own parameters
     config.toml           the run's, everything resolved
-    model.json            written last: where it comes from, what it takes, how it answers, the others' checksums
+    model.json            where it comes from, what it takes, how it answers
+    weights.safetensors   a client's own parameters, and the others' checksums
 
 Shape letters: B rows, K classes.
 """
@@ -26,12 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from safetensors import SafetensorError
-from safetensors.torch import load as tensors_of
-from safetensors.torch import save as bytes_of
 from torch import nn
 
-from .. import methods
+from .. import container, methods
+from ..container import Format, write_atomic
 from ..core import rng
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
@@ -40,7 +38,7 @@ from ..data.cohort import pool as pool_of
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
 from ..data.source import Source, SourceError, transform
-from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomic
+from ..engine.checkpoint import load_checkpoint, state_hash
 from ..engine.machine import tuned
 from ..evaluate.personal import ROWS, personal
 from ..evaluate.uncertainty import entropy
@@ -52,8 +50,7 @@ from ..tree import Params
 from ..version import VERSION
 from .samples import Given, Samples, UseError, blank, class_names, described, domain_number, fit, restored, samples
 
-FORMAT = 1
-"""Version of a personalised model's folder."""
+MODEL = Format("model", 2)
 WEIGHTS, CONFIG, ABOUT = "weights.safetensors", "config.toml", "model.json"
 _OWN_MODULE = "was trained on a network of your own, which no folder holds; use Python and pass it as module="
 
@@ -179,12 +176,9 @@ class Personal:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UseError(f"{folder} is there already and not empty; name a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        flat = {name: value.detach().cpu().contiguous().clone() for name, value in self.params.items()}
-        contents = {WEIGHTS: bytes_of(flat), CONFIG: to_toml(self.experiment).encode()}
-        sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-        # Sums over entries are taken in their order, which safetensors does not keep.
-        about = {**self.about, "takes": described(self.takes), "order": list(flat), "sha256": sums}
-        contents[ABOUT] = (json.dumps(about | {"check": digest(about)}, indent=2) + "\n").encode()
+        about = json.dumps({**self.about, "takes": described(self.takes)}, indent=2) + "\n"
+        contents = {CONFIG: to_toml(self.experiment).encode(), ABOUT: about.encode()}
+        contents[WEIGHTS] = container.dump(MODEL, self.params, _sums(contents))
         scratch = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
@@ -203,27 +197,25 @@ class Personal:
         """Read a folder that `save` wrote, after its checksums; a network of your own is passed as `module`."""
         folder = Path(folder)
         try:
-            about = json.loads((folder / ABOUT).read_text())
-            version = about["format"]
-            if version == FORMAT:
-                check = about.pop("check")
-                contents = {name: (folder / name).read_bytes() for name in (WEIGHTS, CONFIG)}
-                sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-                if check != digest(about) or about.pop("sha256") != sums:
-                    raise ValueError("its checksums do not match")
-                loaded = tensors_of(contents[WEIGHTS])
-                params = {name: loaded[name].to(device) for name in about.pop("order")}
-                takes = restored(about.pop("takes"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            loaded, sums = container.load(MODEL, (folder / WEIGHTS).read_bytes())
+            texts = {name: (folder / name).read_bytes() for name in (CONFIG, ABOUT)}
+            if sums != _sums(texts):
+                raise ValueError("its checksums do not match")
+            about = json.loads(texts[ABOUT])
+            takes = restored(about.pop("takes"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UseError(f"{folder} holds no sound personalised model ({error}); personalise it again") from None
-        if version != FORMAT:
-            raise UseError(f"{folder} is of format {version!r}, but this metavd reads format {FORMAT}; update metavd")
+        params = {name: value.to(device) for name, value in loaded.items()}
         experiment = replace(with_settings(Experiment(), from_toml(folder / CONFIG)), device=str(device))
         if module is None and "/" in experiment.content:
             raise UseError(f"{folder} {_OWN_MODULE}")
         found = Personal(params, takes, experiment, about, module)
         _check_module(found, str(folder))
         return found
+
+
+def _sums(contents: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
 
 
 def _check_module(own: Personal, place: str) -> None:
@@ -444,7 +436,7 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
         make = personal(setup.algorithm, state, unseen=number >= held.num_clients)
         own = make(torch.tensor(number, device=e.device), steps)
     described = {
-        "format": FORMAT, "metavd": VERSION, "method": e.method, "data": e.data, "run": str(trained.folder.resolve()),
+        "metavd": VERSION, "method": e.method, "data": e.data, "run": str(trained.folder.resolve()),
         "spec": spec_hash(e), "model_sha256": state_hash(state), "round": round,
         "adapted_on": "nothing" if pool is None else "rows of the run",
         "samples": 0 if pool is None else len(pool.federation.train[number]),

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from ..container import write_atomic
 from ..core.types import Model
-from ..engine.checkpoint import write_atomic
 from ..errors import SpecError
 from ..evaluate.figures import SENT, Column, headline, number
 from ..evaluate.intervals import interval

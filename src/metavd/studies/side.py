@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..compat import end_workers
+
 _ON_GPU = 4
 """Processes that share a GPU; measured."""
 _CONTROL = "nvidia-cuda-mps-control"
@@ -77,7 +79,5 @@ def side_by_side(
             for ended in as_completed(waiting):
                 yield waiting[ended], ended.result()
         except BaseException:
-            for process in list((pool._processes or {}).values()):
-                process.terminate()
-            pool.shutdown(wait=False, cancel_futures=True)
+            end_workers(pool)
             raise

@@ -40,9 +40,9 @@ import numpy as np
 import torch
 
 from .. import methods
+from ..container import write_atomic
 from ..core.types import NonFiniteError, ServerState
 from ..data.collection import Collection
-from ..engine.checkpoint import write_atomic
 from ..errors import SpecError, UserError
 from ..runs.run import (
     Data,

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..container import ContainerError
 from ..tree import Params
-from .codec import WireError, decode
+from .codec import decode
 from .masks import is_mask
 
 _MEMORY = 10
@@ -114,7 +115,7 @@ def _params(limits: Limits, expected: Expected, payload: object) -> Params:
         raise _FaultError("oversized", f"the answer has {len(payload)} bytes; {limits.max_bytes} are allowed")
     try:
         params = decode(payload, like=expected.received)
-    except WireError as error:
+    except ContainerError as error:
         raise _FaultError(error.kind, str(error)) from error
     for name, value in params.items():
         if not torch.isfinite(value).all():

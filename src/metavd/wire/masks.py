@@ -1,7 +1,7 @@
-"""Which entries a mask covers, and how the mask itself is written.
+"""Which entries a mask covers, and how the mask itself is packed.
 
-A mask holds one 0 or 1 a weight, or one an input unit, which then stands for all weights that leave that unit. It is
-written as one bit an entry, or as the positions (4 bytes each) of those it keeps or of those it drops, whichever is
+A mask holds one 0 or 1 per weight, or one per input unit, which then stands for all weights that leave that unit. It
+is packed as one bit per entry, or as the positions (4 bytes each) of those it keeps or of those it drops, whichever is
 smallest; so a mask that keeps everything, or nothing, takes no bytes.
 """
 
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..tree import Params
 
-Written = Literal["bits", "kept", "dropped"]
+Way = Literal["bits", "kept", "dropped"]
 
-POSITION = 4
-"""Bytes of a position."""
+POSITION = torch.int32
+MOST = 1 << 31
+"""Entries of a mask, all of whose positions such a number can hold."""
 
 
 def is_mask(name: str) -> bool:
@@ -48,42 +49,42 @@ def cover(mask: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     return kept.reshape(1, -1, *[1] * (len(shape) - 2)).expand(tuple(shape))
 
 
-def smallest(kept: int, count: int) -> tuple[Written, int]:
-    """Return how a mask is written that keeps so many of its entries, and how many bytes that takes.
+def smallest(kept: int, count: int) -> tuple[Way, int]:
+    """Return how a mask is packed that keeps so many of its entries, and how many bytes that takes.
 
     >>> smallest(1021, 1024), smallest(500, 1024), smallest(0, 1024)
     (('dropped', 12), ('bits', 128), ('kept', 0))
     """
-    sizes: dict[Written, int] = {
-        "dropped": POSITION * (count - kept), "kept": POSITION * kept, "bits": (count + 7) // 8,
+    sizes: dict[Way, int] = {
+        "dropped": POSITION.itemsize * (count - kept), "kept": POSITION.itemsize * kept, "bits": (count + 7) // 8,
     }  # fmt: skip
-    written = min(sizes, key=lambda way: sizes[way])
-    return written, sizes[written]
+    way = min(sizes, key=lambda way: sizes[way])
+    return way, sizes[way]
 
 
-def write(mask: Tensor) -> tuple[Written, bytes]:
-    """Write a mask of zeros and ones."""
+def pack(mask: Tensor) -> tuple[Way, Tensor]:
+    """Pack a mask of zeros and ones: bits as uint8, or positions as int32."""
     kept = mask.detach().cpu().reshape(-1).numpy() > 0
-    written, _ = smallest(int(kept.sum()), kept.size)
-    if written == "bits":
-        return written, np.packbits(kept, bitorder="little").tobytes()
-    return written, np.flatnonzero(kept == (written == "kept")).astype("<u4").tobytes()
+    way, _ = smallest(int(kept.sum()), kept.size)
+    if way == "bits":
+        return way, torch.from_numpy(np.packbits(kept, bitorder="little"))
+    return way, torch.from_numpy(np.flatnonzero(kept == (way == "kept")).astype(np.int32))
 
 
-def read(written: str, data: bytes, count: int) -> Tensor:
-    """Read a mask as booleans (count,); ValueError says what is wrong with it."""
-    if written == "bits":
-        if len(data) != (count + 7) // 8:
-            raise ValueError(f"{count} bits do not take {len(data)} bytes")
-        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+def unpack(way: str, packed: Tensor, count: int) -> Tensor:
+    """Return a mask as booleans (count,); ValueError says what is wrong with it."""
+    if packed.dim() != 1 or packed.dtype != (torch.uint8 if way == "bits" else POSITION):
+        raise ValueError(f"{packed.dtype} of shape {tuple(packed.shape)} cannot be its {way}")
+    if way == "bits":
+        if len(packed) != (count + 7) // 8:
+            raise ValueError(f"{count} bits do not take {len(packed)} bytes")
+        bits = np.unpackbits(packed.numpy(), bitorder="little")
         if bits[count:].any():
             raise ValueError("bits are set beyond its end")
         return torch.from_numpy(bits[:count].astype(bool))
-    if len(data) % POSITION:
-        raise ValueError(f"{len(data)} bytes are no whole number of positions")
-    positions = np.frombuffer(data, "<u4").astype(np.int64)
-    if len(positions) and (positions[-1] >= count or (np.diff(positions) <= 0).any()):
+    positions = packed.numpy()
+    if len(positions) and (positions[0] < 0 or positions[-1] >= count or (positions[1:] <= positions[:-1]).any()):
         raise ValueError("its positions do not ascend or lie outside of it")
-    kept = np.full(count, written == "dropped")
-    kept[positions] = written == "kept"
+    kept = np.full(count, way == "dropped")
+    kept[positions] = way == "kept"
     return torch.from_numpy(kept)

@@ -29,6 +29,13 @@ def equal(a, b):
             np.testing.assert_array_equal(first, second)
 
 
+def mapped(array):
+    """Whether the array lies in a file."""
+    while array is not None and not isinstance(array, np.memmap):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
 def quiet(message):
     raise AssertionError(message)
 
@@ -46,8 +53,12 @@ def test_copy_equals_the_files(make, rng, tmp_path, kind):
     second = load(made.name, made.root, cache=kept, note=quiet, **made.options)
     equal(plain, first)
     equal(plain, second)
-    assert [path.suffix for path in files] == [".metavd"]
-    assert isinstance(second.x.base, np.memmap | memoryview) or second.x.base is not None
+    (folder,) = files
+    assert {path.name for path in folder.iterdir()} == {
+        module.ABOUT, *(f"{field}.npy" for field in ("x", "y", "test", "client") if getattr(plain, field) is not None)
+    }  # fmt: skip
+    np.testing.assert_array_equal(np.load(folder / "x.npy", allow_pickle=False), plain.x)
+    assert mapped(second.x)
 
 
 def test_second_load_does_not_read_the_files(make, rng, tmp_path, monkeypatch):
@@ -101,25 +112,36 @@ def test_options_are_part_of_the_key(make, rng, tmp_path):
     assert made.name == "celeba"
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "header", "empty", "other"])
-def test_damaged_copy_is_noted_and_replaced(make, rng, tmp_path, how):
-    """A copy that is not as it was written is never used."""
+@pytest.mark.parametrize("name", ["x.npy", "y.npy", module.ABOUT])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty", "other", "long"])
+def test_damaged_copy_is_noted_and_replaced(make, rng, tmp_path, name, how):
+    """A copy that is not as it was written is never used, whichever of its files it is."""
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
     right = load_npz(made.files[0])
     load_npz(made.files[0], cache=kept)
-    (path,) = kept.iterdir()
-    data = bytearray(path.read_bytes())
-    if how == "flipped":
-        data[-100] ^= 1
-    elif how == "header":
-        data[30] ^= 1
-    path.write_bytes({"truncated": data[:-7], "empty": b"", "other": b"hello" * 100}.get(how, data))
+    (folder,) = kept.iterdir()
+    data = bytearray((folder / name).read_bytes())
+    data[-7] ^= 1
+    other = {"truncated": data[:-7], "empty": b"", "other": b"hello" * 100, "long": (folder / name).read_bytes() + b"0"}
+    (folder / name).write_bytes(other.get(how, data))
     notes = []
     equal(right, load_npz(made.files[0], cache=kept, note=notes.append))
     assert len(notes) == 1
     assert "damaged" in notes[0]
     equal(right, load_npz(made.files[0], cache=kept, note=quiet))
+
+
+@pytest.mark.parametrize("gone", ["x.npy", module.ABOUT])
+def test_copy_that_is_half_removed_is_written_again(make, rng, tmp_path, gone):
+    """Who removes a folder by hand may be stopped in the middle of it."""
+    made = make.npz(tmp_path, rng)
+    kept = tmp_path / "cache"
+    load_npz(made.files[0], cache=kept)
+    (folder,) = kept.iterdir()
+    (folder / gone).unlink()
+    equal(load_npz(made.files[0]), load_npz(made.files[0], cache=kept, note=quiet))
+    assert (folder / gone).exists()
 
 
 def test_folder_that_cannot_be_written(make, rng, tmp_path):
@@ -144,7 +166,7 @@ def test_full_disk(make, rng, tmp_path):
         from pathlib import Path
         from metavd.data.formats import load_npz
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (800, 800))
         notes = []
         data = load_npz(Path({str(made.files[0])!r}), cache=Path({str(tmp_path / "cache")!r}), note=notes.append)
         assert len(data.y) == 12 and data.x.sum() > 0
@@ -164,7 +186,7 @@ def test_many_writers_at_once(make, rng, tmp_path):
     def work():
         try:
             for _ in range(5):
-                for path in kept.glob("*.metavd"):
+                for path in kept.glob(f"*/{module.ABOUT}"):
                     path.unlink(missing_ok=True)  # so that it is written again
                 equal(right, load_npz(made.files[0], cache=kept, note=quiet))
         except BaseException as error:
@@ -187,7 +209,7 @@ def test_two_processes_at_once(make, rng, tmp_path):
         from metavd.data.formats import load_npz
         def note(text): raise SystemExit(text)
         for _ in range(10):
-            for path in Path({str(tmp_path / "cache")!r}).glob("*.metavd"): path.unlink(missing_ok=True)
+            for path in Path({str(tmp_path / "cache")!r}).glob("*/{module.ABOUT}"): path.unlink(missing_ok=True)
             data = load_npz(Path({str(made.files[0])!r}), cache=Path({str(tmp_path / "cache")!r}), note=note)
             assert len(data.y) == 400
     """

@@ -1,12 +1,13 @@
-"""One file per dataset, memory-mapped: what took a minute to read takes a moment the second time.
+"""Fast copies of datasets, memory-mapped: what took a minute to read takes a moment the second time.
 
-    magic | length of the header | header (JSON) | y, test, client | x, from a whole page on
+    NAME-ASKED-STATE/source.json    numbers of the source; size and SHA-256 of each array's file, and its own SHA-256
+                     x.npy ...      the arrays
 
-The name of a file carries two digests: of the dataset, its options and the paths of its files, and of those files'
+The name of a folder carries two digests: of the dataset, its options and the paths of its files, and of those files'
 sizes and times. A file that changes therefore has another name, and its older copy is removed. Sizes and times stand
 for the content: the change time too, which `touch` and `cp -p` cannot set back.
 
-Any number of processes may write at once: each writes a file of its own and renames it, and whoever is last has
+Any number of processes may write at once: each writes a folder of its own and renames it, and whoever is first has
 written the same bytes. What cannot be written (a full disk, a folder that is read-only) or does not read back as it
 was written costs a note and a normal load, never an error.
 """
@@ -14,16 +15,16 @@ was written costs a note and a normal load, never an error.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
-import mmap
 import os
+import shutil
 import struct
 import tempfile
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,14 +38,14 @@ Note = Callable[[str], None]
 
 log: Note = logging.getLogger("metavd.data").warning
 
-VERSION = 1
-"""Of what the readers make of a file; a change of theirs makes old copies worthless."""
-SUFFIX = ".metavd"
-_MAGIC = b"metavd1\n"
-_MAX_HEADER = 1 << 20
-_CHUNK = 8 << 20
+VERSION = 2
+"""Of what the readers make of a file, and of the folder; a change of either makes old copies worthless."""
+ABOUT = "source.json"
+_PART = ".part"
+"""Ending of a folder that is being written."""
 _STALE = 24 * 3600.0
-_FIELDS = ("y", "test", "client", "x")
+_ARRAYS = ("x", "y", "test", "client")
+_NUMBERS = ("num_classes", "mean", "std", "scale", "augment")
 
 
 def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
@@ -54,11 +55,10 @@ def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
     """
     if folder is None or not plan.files:  # what has no files cannot be read faster from one
         return _read(plan)
-    folder = Path(folder)
     before = _digest(plan)
     if before is None:
         return _read(plan)
-    path = folder / f"{plan.name}-{before[0]}-{before[1]}{SUFFIX}"
+    path = Path(folder) / f"{plan.name}-{before[0]}-{before[1]}"
     kept = _load(path, plan, note)
     if kept is not None:
         return kept
@@ -102,85 +102,68 @@ def _digest(plan: Plan) -> tuple[str, str] | None:
 
 
 def _write(path: Path, data: Source, note: Note) -> bool:
-    handle = None
+    scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=path.stem + "-", suffix=".part", dir=path.parent)
-        temporary = Path(name)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}-", suffix=_PART, dir=path.parent))
+        _dump(scratch, data)
+        shutil.rmtree(path, ignore_errors=True)  # it is damaged, or not there
+        scratch.replace(path)
     except OSError as error:
-        note(f"{path.parent} cannot keep a copy of the data ({plain(error)}); it will be read anew next time.")
-        return False
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _dump(file, data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+            return True
         note(f"{path.parent} cannot keep a copy of the data ({plain(error)}); it will be read anew next time.")
         return False
     finally:
         # Gone if it was renamed; left over otherwise, whatever ended the writing.
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     return True
 
 
-def _dump(file: BinaryIO, data: Source) -> None:
-    parts: list[dict[str, Any]] = []
-    arrays = {name: getattr(data, name) for name in _FIELDS}
-    offset = 0
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        if name == "x":
-            offset = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        parts.append({"name": name, "dtype": array.dtype.str, "shape": array.shape, "offset": offset,
-                      "crc": _crc(array)})  # fmt: skip
-        offset += array.nbytes
-    header = {
-        "num_classes": data.num_classes,
-        "mean": data.mean,
-        "std": data.std,
-        "scale": data.scale,
-        "augment": data.augment,
-        "size": offset,
-        "parts": parts,
-    }
-    text = json.dumps(header).encode()
-    file.write(_MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text)
-    base = _base(len(text))
-    for part in parts:
-        array = np.ascontiguousarray(arrays[part["name"]])
-        file.seek(base + part["offset"])
-        if array.nbytes:
-            file.write(array.reshape(-1).view(np.uint8).data)
+class _Summed:
+    """A file that is being written, and the sum of what it was given.
+
+    To a file of Python's own numpy writes by itself, and does not notice that the disk is full.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.sum = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self.sum.update(data)
+        self.file.write(data)
 
 
-def _base(header: int) -> int:
-    """Return where the arrays begin: on a page, so that x can be mapped."""
-    return -(-(len(_MAGIC) + 8 + header) // mmap.PAGESIZE) * mmap.PAGESIZE
+def _dump(folder: Path, data: Source) -> None:
+    files = {}
+    for name in _ARRAYS:
+        array = getattr(data, name)
+        if array is not None:
+            with (folder / f"{name}.npy").open("wb") as file:
+                summed = _Summed(file)
+                np.lib.format.write_array(summed, np.ascontiguousarray(array), allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+                files[name] = {"size": file.tell(), "sha256": summed.sum.hexdigest()}
+    about = {name: getattr(data, name) for name in _NUMBERS} | {"arrays": files}
+    (folder / ABOUT).write_text(json.dumps({"sha256": _sealed(about), **about}))
 
 
-def _crc(array: np.ndarray) -> int:
-    crc = 0
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    for start in range(0, len(flat), _CHUNK):
-        crc = zlib.crc32(flat[start : start + _CHUNK].data, crc)
-    return crc
+def _sealed(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def _tidy(path: Path, asked: str) -> None:
     """Remove copies of older states of the same files, and what a killed process left half written."""
     with contextlib.suppress(OSError):
-        for other in path.parent.glob(f"*-{asked}-*{SUFFIX}"):
-            if other != path:
-                with contextlib.suppress(OSError):
-                    other.unlink()
-        for part in path.parent.glob("*.part"):
+        for other in path.parent.glob(f"*-{asked}-*"):
+            if other != path and other.suffix != _PART:
+                shutil.rmtree(other, ignore_errors=True)
+        for part in path.parent.glob(f"*{_PART}"):
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _STALE:
-                    part.unlink()
+                    shutil.rmtree(part, ignore_errors=True)
 
 
 # Reading
@@ -188,54 +171,26 @@ def _tidy(path: Path, asked: str) -> None:
 
 def _load(path: Path, plan: Plan, note: Note, *, verify: bool = True) -> Source | None:
     try:
-        with path.open("rb") as file:
-            header, base = _header(file)
-            status = os.fstat(file.fileno())
-            if status.st_size != base + header["size"]:
-                raise ValueError("its size is wrong")
-            found = {part["name"]: _part(file, base, part, verify) for part in header["parts"]}
+        about = json.loads((path / ABOUT).read_text())
+        if about.pop("sha256") != _sealed(about):
+            raise ValueError(f"the checksum of {ABOUT} is wrong")
+        found = {name: _array(path / f"{name}.npy", file, verify=verify) for name, file in about["arrays"].items()}
+        numbers = {name: about[name] for name in _NUMBERS}
         return source(
-            path,
-            plan.name,
-            found["x"],
-            found["y"],
-            client=found.get("client"),
-            test=found.get("test"),
-            num_classes=header["num_classes"],
-            mean=header["mean"],
-            std=header["std"],
-            scale=header["scale"],
-            augment=header["augment"],
+            path, plan.name, found["x"], found["y"], client=found.get("client"), test=found.get("test"), **numbers
         )
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:  # SourceError is a ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # SourceError is a ValueError
         note(f"The cached copy {path} is damaged ({plain(error)}); the data is read anew.")
         return None
 
 
-def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("it is no such file")
-    length, crc = struct.unpack("<II", file.read(8))
-    text = file.read(min(length, _MAX_HEADER))
-    if len(text) != length or zlib.crc32(text) != crc:
-        raise ValueError("its header is wrong")
-    return json.loads(text), _base(length)
-
-
-def _part(file: BinaryIO, base: int, part: dict[str, Any], verify: bool) -> np.ndarray:
-    dtype, shape = np.dtype(part["dtype"]), tuple(part["shape"])
-    start = base + part["offset"]
+def _array(path: Path, file: Mapping[str, Any], *, verify: bool) -> np.ndarray:
+    if path.stat().st_size != file["size"]:
+        raise ValueError(f"the size of {path.name} is wrong")
     if verify:
-        file.seek(start)
-        crc, left = 0, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        while left and (piece := file.read(min(left, _CHUNK))):
-            crc, left = zlib.crc32(piece, crc), left - len(piece)
-        if left or crc != part["crc"]:
-            raise ValueError(f"the checksum of {part['name']} is wrong")
-    if part["name"] == "x":
-        return np.asarray(np.memmap(file, dtype, "c", start, shape))
-    file.seek(start)
-    count = int(np.prod(shape, dtype=np.int64))
-    return np.frombuffer(bytearray(file.read(count * dtype.itemsize)), dtype).reshape(shape)
+        with path.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != file["sha256"]:
+                raise ValueError(f"the checksum of {path.name} is wrong")
+    return np.asarray(np.load(path, mmap_mode="c" if path.stem == "x" else None, allow_pickle=False))

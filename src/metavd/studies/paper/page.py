@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...engine.checkpoint import write_atomic
+from ...container import write_atomic
 from ..lines import identity
 from .protocol import PAPER, PaperError, Protocol, settings_of
 from .statistics import Answer, Compared, View, table

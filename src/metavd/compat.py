@@ -1,0 +1,163 @@
+"""All that leans on the inside of a library: one function per lean, and a test per function that notices a change.
+
+A library may change what it does not document. Each function says in which version the inside was seen, and what is
+lost without it; tests/test_compat.py fails when it is no longer there or does something else. What leans on Flower is
+in `flower/`, whose version is fixed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+# torch: transforms, trees and lists of tensors
+
+
+def transform_active() -> bool:
+    """Return whether a `torch.func` transform (vmap, grad) is active around the caller.
+
+    torch 2.13. Without it autograd would have to be replaced by `torch.func.grad` everywhere, which takes twice as long
+    for small networks.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(value: Tensor) -> bool:
+    """Return whether a tensor is wrapped by a `torch.func` transform, so that no kernel may be given its memory.
+
+    torch 2.13. Kernels are launched by hand, past the dispatcher that would unwrap it.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested tuples, lists and dictionaries, and their form, which can be compared and hashed.
+
+    torch 2.13. It is the same walk that vmap takes, named tuples included; torch gives it no public name.
+    """
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], form: Any) -> Any:
+    """Undo `flatten`."""
+    return _pytree.tree_unflatten(leaves, form)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source to its target, on a GPU in a few launches for all of them.
+
+    torch 2.13. A loop over `Tensor.copy_` is the same in one launch per tensor.
+    """
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def absolute_sums(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of absolute values of every tensor, on a GPU in a few launches for all of them.
+
+    torch 2.13. A loop over `Tensor.norm(1)` is the same in one launch per tensor.
+    """
+    return list(torch._foreach_norm(list(values), 1))
+
+
+# torch: its compiler
+
+
+class _Unloaded:
+    """A module of torch's compiler that is loaded when someone asks it for more than is known of it here."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        self._name = name
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+@contextmanager
+def compiler_unloaded() -> Iterator[None]:
+    """Keep `torch.func.grad` from loading torch's compiler, 2 s of imports, to switch the compiler's autograd off.
+
+    torch 2.13. While the compiler is not loaded nobody can have switched that on. Whoever asks for anything else of
+    the compiler meanwhile is given the real one; so a later torch that asks for more is slower, and not wrong.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    switch = _Unloaded(f"{name}.compiled_autograd", _disable=nullcontext)
+    ours = _Unloaded(name, compiled_autograd=switch)
+    torch._dynamo = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if vars(torch).get("_dynamo") is ours:
+            del torch._dynamo
+
+
+# glibc
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+"""Names of settings in malloc.h."""
+_USUAL = ((_TRIM_THRESHOLD, 128 << 10), (_TOP_PAD, 128 << 10), (_MMAP_THRESHOLD, 128 << 10))
+# Older versions refuse a threshold above 32 MiB and keep the one before.
+_KEEPING = (
+    (_TRIM_THRESHOLD, (1 << 31) - 1),
+    (_TOP_PAD, 64 << 20),
+    (_MMAP_THRESHOLD, 32 << 20),
+    (_MMAP_THRESHOLD, 1 << 30),
+)
+
+
+@contextmanager
+def memory_kept() -> Iterator[None]:
+    """Keep freed blocks in the process meanwhile; then set the usual thresholds and give back what is free.
+
+    glibc 2.36. It returns every freed block above a threshold to the system and faults it in anew at the next step; a
+    batch's activations are such blocks, and the faults take as long as the arithmetic. Elsewhere nothing is changed.
+    """
+    libc = _glibc()
+    if libc is None:
+        yield
+        return
+    try:
+        for name, value in _KEEPING:
+            libc.mallopt(name, value)
+        yield
+    finally:
+        for name, value in _USUAL:
+            libc.mallopt(name, value)
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None)
+        wanted = ("gnu_get_libc_version", "mallopt", "malloc_trim")
+        return libc if all(hasattr(libc, name) for name in wanted) else None
+    except (OSError, TypeError):  # no dynamic loader, or Windows
+        return None
+
+
+# Python
+
+
+def end_workers(pool: ProcessPoolExecutor) -> None:
+    """End a pool's processes at once, whatever they are doing, and start nothing that waits.
+
+    Python 3.11 to 3.13; from 3.14 on there is a public way. Without it a Ctrl-C waits for the end of every run.
+    """
+    if hasattr(pool, "terminate_workers"):
+        pool.terminate_workers()
+        return
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+    pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,203 @@
+"""Canaries: each notices when the inside of a library that `compat` leans on is gone or does something else."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import re
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+import metavd.version
+from metavd import compat
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def test_transforms_are_seen_from_inside():
+    """vmap, grad and both nested are seen, and nothing is left of them afterwards."""
+    seen = []
+
+    def square(x):
+        seen.append((compat.transform_active(), compat.is_transformed(x)))
+        return (x * x).sum()
+
+    rows = torch.ones(2, 3)
+    square(rows)
+    torch.func.vmap(square)(rows)
+    torch.func.grad(square)(rows)
+    torch.func.vmap(torch.func.grad(square))(rows)
+    torch.autograd.grad(square(rows.requires_grad_()), rows)
+    assert seen == [(False, False), (True, True), (True, True), (True, True), (False, False)]
+
+
+def test_a_tensor_that_is_not_transformed_is_none_within_a_transform():
+    """Vmap over one argument leaves the others as they are."""
+    other, seen = torch.ones(3), []
+    torch.func.vmap(lambda x: seen.append(compat.is_transformed(other)) or x)(torch.ones(2))
+    assert seen == [False]
+
+
+def test_trees_are_taken_apart_and_put_together():
+    """Order of the leaves, named tuples, and a form that is a key: CUDA graphs are found by it."""
+    tree = (Pair(1, [2, {"b": 3, "a": 4}]), None)
+    leaves, form = compat.flatten(tree)
+    assert [leaf for leaf in leaves if leaf is not None] == [1, 2, 3, 4]
+    assert compat.unflatten(leaves, form) == tree
+    assert isinstance(compat.unflatten(leaves, form)[0], Pair)
+    same, other = compat.flatten((Pair(5, [6, {"b": 7, "a": 8}]), None))[1], compat.flatten((Pair(1, 2), None))[1]
+    assert {form: "found"}.get(same) == "found"
+    assert other not in {form: "found"}
+
+
+def test_lists_of_tensors_are_copied_and_summed():
+    """As one by one, to the bit, across dtypes and strides."""
+    sources = [torch.randn(3, 4).t(), torch.randn(5).double(), torch.zeros(0), torch.tensor(-2.5)]
+    targets = [torch.empty(4, 3), torch.empty(5), torch.empty(0), torch.empty(())]
+    compat.copy_each(targets, sources)
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
+    values = [torch.tensor([[1.0, -2.0], [3.0, -4.0]]), torch.tensor([float("nan")]), torch.tensor(-0.5)]
+    sums = compat.absolute_sums(values)
+    assert [float(sums[0]), float(sums[2])] == [10.0, 0.5]
+    assert sums[1].isnan()
+
+
+# --- torch's compiler ------------------------------------------------------------------------------------------------
+
+UNLOADED = """
+import sys, torch
+from metavd import compat
+sys.modules["torch._dynamo"] = None
+try:
+    torch.func.grad(lambda x: x * x)(torch.ones(()))
+except ImportError:
+    del sys.modules["torch._dynamo"]
+else:
+    sys.exit("torch.func.grad no longer loads the compiler: compat.compiler_unloaded can go")
+with compat.compiler_unloaded():
+    slope = torch.func.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 3))
+    assert torch.equal(slope, torch.full((2, 3), 2.0))
+    assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules, "torch asks for something else now"
+assert "_dynamo" not in vars(torch), "nothing of ours stays behind"
+with compat.compiler_unloaded():
+    real = torch._dynamo.config  # who asks for more is given the real one
+    assert "torch._dynamo" in sys.modules and torch._dynamo is sys.modules["torch._dynamo"]
+    torch.func.grad(lambda x: x * x)(torch.ones(()))
+assert torch._dynamo.config is real
+"""
+
+
+def test_the_compiler_is_not_loaded_for_a_gradient_and_there_for_whoever_wants_it():
+    """In one process: torch alone would load it, within the context it does not, and the real one is given out."""
+    subprocess.run([sys.executable, "-c", UNLOADED], check=True, timeout=120)
+
+
+# --- glibc -----------------------------------------------------------------------------------------------------------
+
+
+class Libc:
+    def __init__(self):
+        self.calls = []
+
+    def mallopt(self, name, value):
+        self.calls.append((name, value))
+
+    def malloc_trim(self, pad):
+        self.calls.append(("trim", pad))
+
+
+def test_memory_is_kept_meanwhile_and_given_back(monkeypatch):
+    """Law: the thresholds go up on entry, come down on exit, also after an error, and free memory goes back."""
+    libc = Libc()
+    monkeypatch.setattr(compat, "_glibc", lambda: libc)
+    inside: list[object] = []
+
+    def fail() -> None:
+        with compat.memory_kept():
+            inside.extend(libc.calls)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inside == list(compat._KEEPING)
+    assert libc.calls[len(inside) :] == [*compat._USUAL, ("trim", 0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_glibc_knows_the_settings():
+    """Mallopt answers 1 for what it knows and takes; older versions refuse the last and largest threshold."""
+    libc = compat._glibc()
+    assert isinstance(libc, ctypes.CDLL)
+    assert [libc.mallopt(name, value) for name, value in compat._USUAL] == [1, 1, 1]
+    assert [libc.mallopt(name, value) for name, value in compat._KEEPING][:3] == [1, 1, 1]
+    assert [libc.mallopt(name, value) for name, value in compat._USUAL] == [1, 1, 1]
+
+
+def test_a_machine_without_glibc_changes_nothing(monkeypatch):
+    monkeypatch.setattr(compat, "_glibc", lambda: None)
+    with compat.memory_kept():
+        pass
+
+
+# --- Python ----------------------------------------------------------------------------------------------------------
+
+
+def test_workers_end_at_once():
+    """A worker that would sleep for a minute is gone within seconds."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        busy = pool.submit(time.sleep, 60)
+        while not busy.running():
+            time.sleep(0.01)
+        workers = list((pool._processes or {}).values())
+        assert workers
+        began = time.monotonic()
+        compat.end_workers(pool)
+        with pytest.raises(BrokenProcessPool):
+            busy.result(timeout=30)
+        for worker in workers:
+            worker.join(30)
+        assert time.monotonic() - began < 30
+        assert not any(worker.is_alive() for worker in workers)
+
+
+# --- the law ---------------------------------------------------------------------------------------------------------
+
+PACKAGE = Path(metavd.version.__file__).parent
+REWRITTEN = {"engine/stepped.py", "ops/fused.py"}
+"""Still lean by themselves; see issue 14."""
+LIBRARIES = {"torch", "np", "numpy", "triton", "safetensors", "click", "rich", "matplotlib", "optuna", "sklearn"}
+
+
+def private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "compat.py" and path.parent.name != "flower" and str(path.relative_to(PACKAGE)) not in REWRITTEN
+    ],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_only_compat_leans_on_the_inside_of_a_library(path):
+    """Law: no other module names a private part of a library, or imports one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in LIBRARIES:
+            inside = [*node.module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            inside = ast.unparse(node).split(".")
+            inside = inside if inside[0] in LIBRARIES else []
+        else:
+            continue
+        assert not [name for name in inside if private(name)], ast.unparse(node)
