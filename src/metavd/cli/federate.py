@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from .. import methods as catalogue
-from ..flower.config import APP, OPTIONS, FederationError, app_toml, plan
+from ..flower.config import APP, FederationError, app_toml, plan
 from ..runs.store import Store
 from ..serve.export import need
 from .terminal import Reporter
@@ -258,8 +258,7 @@ def run_command(*, words: tuple[str, ...], superlink: str) -> None:
 
     # The SuperLink may have been started in another folder.
     out = str(Path(chosen.out).expanduser().resolve())
-    known = {option.name: option for option in OPTIONS}
-    values = {key: known[key].check(value) for key, value in given.items()} | {"out": out}
+    values = {key: getattr(chosen, key.replace("-", "_")) for key in given} | {"out": out}
     with tempfile.TemporaryDirectory(prefix="metavd-app-") as scratch:
         if app is None:
             app = _write_app(Path(scratch))

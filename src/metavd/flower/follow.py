@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
+from typing import Any
 
 from ..runs.store import Store
 from .compat import failure
@@ -62,6 +63,19 @@ def call(environment: Mapping[str, str], *arguments: str) -> str:
     return found.stdout
 
 
+def runs(environment: Mapping[str, str], superlink: str, *options: str) -> list[dict[str, Any]]:
+    """Return what the SuperLink knows of its runs, the newest first, as `flwr list` tells it."""
+    said = call(environment, "list", superlink, *options, "--format", "json")
+    start = said.find("{")
+    try:
+        found, _ = json.JSONDecoder().raw_decode(said, max(start, 0))  # words may stand around it
+    except ValueError:
+        found = {}
+    if not found.get("success"):
+        raise FederationError(f"flwr list failed: {_last(str(found.get('error-message', said)))}")
+    return list(found["runs"])
+
+
 def follow(
     app: Path,
     config: Mapping[str, object],
@@ -80,7 +94,7 @@ def follow(
     store = Store(Path(str(config["out"])))
     was_finished = store.is_finished()
     command = [flwr(), "run", str(app), superlink, "--stream", "--run-config", pairs(config), *extra]
-    number, last = "", ""
+    number, said = "", ""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
         errors="replace", env={**environment, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
@@ -96,11 +110,12 @@ def follow(
             except Empty:
                 continue
             show(line)
-            last = line if line.strip() else last
-            started = re.search(r"started run (\d+)", line)
-            number = started[1] if started else number
+            if not number:
+                said += line
+                started = re.search(r"started run (\d+)", line)
+                number = started[1] if started else ""
         if not number:
-            raise FailedRunError(f"the run did not start: {_last(last)}")
+            raise FailedRunError(f"the run did not start: {_last(said)}")
         if was_finished or not store.is_finished():
             _judge(store, number, superlink, environment, meanwhile)
     except KeyboardInterrupt:
@@ -125,31 +140,17 @@ def _judge(
     saved = f"; {done} rounds are saved in {store.folder}, and the same command goes on after them" if done else ""
     while True:
         try:
-            status, details = _status(number, superlink, environment)
+            (run,) = runs(environment, superlink, "--run-id", number)
         except (FederationError, subprocess.TimeoutExpired) as error:
             raise FailedRunError(f"the SuperLink does not answer any more ({error}){saved}") from None
-        if status.startswith("finished"):
+        if run["status"].startswith("finished"):
             break
         meanwhile()
         time.sleep(_ASK)
-    if status != "finished:completed":
-        raise FailedRunError(f"{failure(details)}{saved}")
+    if run["status"] != "finished:completed":
+        raise FailedRunError(f"{failure(run['status-details'])}{saved}")
     if not store.is_finished():
         raise FailedRunError(f"the run has ended, but {store.folder} has no result; is out on another machine?")
-
-
-def _status(number: str, superlink: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return what the SuperLink says of a run: its status and the details of that."""
-    said = call(environment, "list", superlink, "--run-id", number, "--format", "json")
-    try:
-        found, _ = json.JSONDecoder().raw_decode(said[said.index("{") :])  # words may stand around it
-        if not found["success"]:
-            raise FederationError(_last(found["error-message"]))
-        return found["runs"][0]["status"], found["runs"][0]["status-details"]
-    except (ValueError, KeyError, IndexError) as error:
-        if isinstance(error, FederationError):
-            raise
-        raise FederationError(f"flwr list answered {_last(said)}") from None
 
 
 def _last(text: str) -> str:
