@@ -64,13 +64,13 @@ def simulated(method: str, text: str, rounds: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "text"),
+    ("method", "rounds", "text"),
     [
-        ("fedavg", "unseen=0 model=mlp width=8 local_epochs=1"),
-        ("maml+metavd+dp", "unseen=0 drop_from=1 threshold=0.1"),
+        ("fedavg", 1, "unseen=0 model=mlp width=8 local_epochs=1"),
+        ("maml+metavd+dp", 2, "unseen=0 drop_from=1 threshold=0.1"),
     ],
 )
-def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path, method, text):
+def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path, method, rounds, text):
     """Exactly equal: through processes, TLS, the sparse wire and whatever order answers came in."""
     folder = tmp_path / "run"
     ends = time.monotonic() + PATIENCE
@@ -78,12 +78,12 @@ def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path, method
     def hurry() -> None:
         assert time.monotonic() < ends, local.log("run")
 
-    local.run(config(folder, method, text, rounds=2), hurry)
+    local.run(config(folder, method, text, rounds), hurry)
     result = json.loads((folder / "result.json").read_text())
-    assert result["model_sha256"] == simulated(method, text, rounds=2)
+    assert result["model_sha256"] == simulated(method, text, rounds)
     assert [each.name for each in load(folder / "registry.json").members] == list(NAMES)
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    assert [each["cohort"] for each in lines] == [[0, 1, 2]] * 2
+    assert [each["cohort"] for each in lines] == [[0, 1, 2]] * rounds
 
 
 REFUSED = {
@@ -140,6 +140,7 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     local.stop("superlink", how=signal.SIGKILL)
     local.stop("cleo")
     until(lambda: gone(server_app), local, "killed")
+    assert "Task stopped by user" not in local.log("superlink"), "it ended slowly, with all that Flower does at an end"
     assert following.wait(PATIENCE) == 1, local.log("killed")
     assert "rounds are saved in" in local.log("killed").splitlines()[-1]
     assert 2 <= len(rounds()) < 4
