@@ -10,9 +10,7 @@ first, in seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +19,9 @@ from typing import Any
 
 from metavd.flower.local import federation
 from metavd.runs.run import Silent, run
+from metavd.runs.store import Store
 
-NODES, PATIENCE = 3, 1800
+NODES = 3
 TEXT = "unseen=0"
 
 
@@ -38,14 +37,14 @@ class Clock(Silent):
 
 
 def simulated(method: str, rounds: int) -> float:
-    """Return the simulator's seconds a round."""
+    """Return the simulator's seconds per round."""
     clock = Clock()
     run(method=method, clients=NODES, unseen=0, cohort=NODES, rounds=rounds, backend="loop", listener=clock)
     return median(b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False))
 
 
 def deployed(method: str, rounds: int, *, warm: bool) -> dict[str, float]:
-    """Return a deployment's seconds a round, in parts, and the time from the command to the end of the first round."""
+    """Return a deployment's seconds per round, in parts, and the time until the first round has ended."""
     with federation(Path(tempfile.mkdtemp(prefix="metavd-overhead-")), warm=warm) as local:
         local.link()
         names = [f"client-{i}" for i in range(NODES)]
@@ -55,15 +54,14 @@ def deployed(method: str, rounds: int, *, warm: bool) -> dict[str, float]:
         time.sleep(20)  # nodes have started, and their starting is not counted
         out = local.folder / "out"
         config = {"method": method, "set": TEXT, "rounds": rounds, "clients": NODES, "data": "digits", "out": str(out)}
-        began = time.monotonic()
-        process = local.run("run", config)
-        while not (out / "rounds.jsonl").exists() or not (out / "rounds.jsonl").read_text():
-            if process.poll() is not None:
-                sys.exit(local.log("run")[-3000:])
-            time.sleep(0.05)
-        first = time.monotonic() - began
-        process.wait(PATIENCE)
-        lines = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()][1:]
+        began, first = time.monotonic(), 0.0
+
+        def look() -> None:
+            nonlocal first
+            first = first or (time.monotonic() - began if Store(out).read_rounds() else 0.0)
+
+        local.run(config, look)
+        lines = Store(out).read_rounds()[1:]
     parts = {
         "round": [each["seconds"] for each in lines],
         "training": [each["seconds_training"] for each in lines],

@@ -8,15 +8,13 @@ Needs metavd[simulation]. Everything that is started is stopped again.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from metavd.flower.local import federation, node_config
-
-PATIENCE = 3600
+from metavd.flower.follow import follow
+from metavd.flower.local import federation
+from metavd.runs.store import Store
 
 
 def main() -> None:
@@ -38,20 +36,17 @@ def main() -> None:
         (folder / "flwr" / "config.toml").write_text(
             '[superlink]\ndefault = "ray"\n\n[superlink.ray]\naddress = ":local:"\n'
         )
-        command = [str(Path(sys.executable).parent / "flwr"), "run", str(local.app()), "ray", "--stream"]
-        command += ["--federation-config", f"num-supernodes={given.nodes} client-resources-num-cpus=1"]
         began = time.monotonic()
-        local.start("run", [*command, "--run-config", node_config(config)]).wait(PATIENCE)
+        follow(
+            local.app(), config, superlink="ray", environment=local.environment, show=lambda line: print(line, end=""),
+            extra=("--federation-config", f"num-supernodes={given.nodes} client-resources-num-cpus=1"),
+        )  # fmt: skip
         took = time.monotonic() - began
-        if not (folder / "run" / "result.json").exists():
-            sys.exit(local.log("run")[-3000:])
-    rounds = [json.loads(line) for line in (folder / "run" / "rounds.jsonl").read_text().splitlines()]
+    rounds = Store(folder / "run").read_rounds()
     answers = [len(each["cohort"]) for each in rounds]
     seconds = [each["seconds"] for each in rounds]
-    result = json.loads((folder / "run" / "result.json").read_text())
-    print(
-        f"{given.nodes} nodes, {len(rounds)} rounds of {given.method}, answers a round {min(answers)} to {max(answers)}"
-    )
+    result = Store(folder / "run").read_result()
+    print(f"{given.nodes} nodes, {len(rounds)} rounds of {given.method}, {min(answers)} to {max(answers)} answers")
     later = sum(seconds[1:]) / max(len(seconds) - 1, 1)
     print(f"whole command {took:.0f} s; first round {seconds[0]:.1f} s, others {later:.1f} s")
     print(f"accuracy {result['test']['accuracy']:.1%} over {result['test']['clients']} clients; {folder / 'run'}")

@@ -2,8 +2,8 @@
 
     python scripts/federation_traffic.py > table.md
 
-A SuperLink with TLS and node authentication, three SuperNodes, three rounds a line. Ours counts the encoded weights of
-every training message; Flower's counts everything that the fleet interface sent and received for the run: hello,
+A SuperLink with TLS and node authentication, three SuperNodes, three rounds per line. Ours counts the encoded weights
+of every training message; Flower's counts everything that the fleet interface sent and received for the run: hello,
 evaluation, records and object trees included. Everything that is started is stopped again.
 """
 
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sqlite3
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from metavd.flower.local import Local, federation
+from metavd.flower.follow import runs
+from metavd.flower.local import NAME, Local, federation
 
-ROUNDS, NODES, PATIENCE = 3, 3, 900
+ROUNDS, NODES = 3, 3
 COMMON = "unseen=0 model=mlp width=512 local_epochs=1"
 CASES = (
     ("reptile+metavd", "rate=0.5", False),
@@ -35,9 +34,8 @@ CASES = (
 
 def counters(local: Local) -> tuple[int, int]:
     """Return bytes sent and received of the last run, as the SuperLink has counted them."""
-    with sqlite3.connect(f"file:{local.folder / 'state.db'}?mode=ro", uri=True) as database:
-        rows = database.execute("select bytes_sent, bytes_recv from run order by rowid").fetchall()
-    return int(rows[-1][0]), int(rows[-1][1])
+    traffic = runs(local.environment, NAME, "--limit", "1")[0]["network-traffic"]
+    return int(traffic["outbound-bytes"]), int(traffic["inbound-bytes"])
 
 
 def measure(local: Local, index: int, method: str, text: str, *, half: bool) -> dict[str, Any]:
@@ -47,9 +45,7 @@ def measure(local: Local, index: int, method: str, text: str, *, half: bool) -> 
         "method": method, "set": f"{COMMON} {text}".strip(), "rounds": ROUNDS, "clients": NODES, "data": "digits",
         "half": half, "out": str(out), "join-timeout": 120.0,
     }  # fmt: skip
-    local.run(f"run-{index}", config).wait(PATIENCE)
-    if not (out / "result.json").exists():
-        sys.exit(local.log(f"run-{index}")[-3000:])
+    local.run(config)
     result = json.loads((out / "result.json").read_text())
     last = json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])
     down, up = (sum(each[side] for each in last["traffic"].values()) / NODES for side in (0, 1))

@@ -1,7 +1,8 @@
-"""What the tests of federations share. Without flwr none of them is collected."""
+"""What the tests of federations share, and the options of the campaign. Without flwr none of them is collected."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-collect_ignore_glob = ["test_*.py"] if find_spec("flwr") is None else []
+collect_ignore_glob = ["test_*.py", "support/*"] if find_spec("flwr") is None else []
+_BEGAN = time.monotonic()
 
 
 @pytest.fixture
@@ -19,17 +21,38 @@ def federate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     from metavd.flower.config import plan
     from metavd.flower.server import run
 
-    from .grid import SMALL
+    from .support.grid import SMALL
+
+    common = {"data": "digits", "clients": 3, "rounds": 2, "out": str(tmp_path / "run"), "set": SMALL, "poll": 0.01}
 
     def call(grid: Any, **config: Any) -> dict[str, Any]:
-        settings = {"data": "digits", "clients": 3, "rounds": 2, "out": str(tmp_path / "run"), "set": SMALL}
-        return run(grid, plan(settings | config))
+        return run(grid, plan(common | config))
 
     return call
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make looking for answers quicker than it is worth on a network."""
-    real = time.sleep
-    monkeypatch.setattr("metavd.flower.fleet.time.sleep", lambda seconds: real(min(seconds, 0.005)))
+# --- the campaign of faults ------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what a campaign can be told; see test_campaign.py."""
+    group = parser.getgroup("campaign", "faults in federations: pytest -m campaign tests/flower")
+    group.addoption("--repeats", type=int, default=1, help="times that every fault strikes in this process")
+    group.addoption("--processes", type=int, default=0, help="faults that strike real processes")
+    group.addoption("--seed", type=int, default=0, help="of where faults strike, and of the runs")
+    group.addoption("--page", type=Path, help="write the counts into this file")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the counts of a campaign, and write its page."""
+    reports = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, ())]
+    lines = [value for each in reports for name, value in each.user_properties if name == "outcome"]
+    if not lines:
+        return
+    from .support.page import page, table
+
+    terminalreporter.section("faults")
+    terminalreporter.write_line(table(lines))
+    if target := config.getoption("page", None):
+        command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
+        target.write_text(page(lines, command, time.monotonic() - _BEGAN))

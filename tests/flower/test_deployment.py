@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +17,10 @@ import metavd
 from metavd.flower import security
 from metavd.flower.local import Local, federation
 from metavd.flower.registry import load
+from metavd.runs.store import Store
 
 NAMES = ("anna", "bert", "cleo")
-PATIENCE = 180
+PATIENCE = 300
 """Seconds after which a run has failed, on the slowest machine that runs the tests."""
 
 
@@ -31,9 +35,27 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     assert found.left() == []
 
 
-def start(local: Local, folder: Path, method: str, text: str, rounds: int):
-    config = {"method": method, "set": text, "rounds": rounds, "clients": 3, "data": "digits", "out": str(folder)}
-    return local.run(folder.name, config | {"join-timeout": 90.0, "round-timeout": 60.0})
+def config(folder: Path, method: str, text: str, rounds: int) -> dict[str, Any]:
+    return {
+        "method": method, "set": text, "rounds": rounds, "clients": 3, "data": "digits", "out": str(folder),
+        "join-timeout": 240.0, "round-timeout": 240.0,
+    }  # fmt: skip
+
+
+def until(holds: Callable[[], bool], local: Local, name: str) -> None:
+    """Wait until something holds."""
+    ends = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < ends, local.log(name)
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended; one that nobody has waited for is only a name."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def simulated(method: str, text: str, rounds: int) -> str:
@@ -42,67 +64,91 @@ def simulated(method: str, text: str, rounds: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("method", "text"),
+    ("method", "rounds", "text"),
     [
-        ("fedavg", "unseen=0"),
-        ("reptile+metavd", "unseen=0"),
-        ("maml+metavd+drop", "unseen=0 drop_from=1 threshold=0.1"),
+        ("fedavg", 1, "unseen=0 model=mlp width=8 local_epochs=1"),
+        ("maml+metavd+drop", 2, "unseen=0 drop_from=1 threshold=0.1"),
     ],
 )
-def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path, method, text):
+def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path, method, rounds, text):
     """Exactly equal: through processes, TLS, the sparse wire and whatever order answers came in."""
     folder = tmp_path / "run"
-    process = start(local, folder, method, text, rounds=2)
-    assert process.wait(PATIENCE) == 0, local.log("run")
+    ends = time.monotonic() + PATIENCE
+
+    def hurry() -> None:
+        assert time.monotonic() < ends, local.log("run")
+
+    local.run(config(folder, method, text, rounds), hurry)
     result = json.loads((folder / "result.json").read_text())
-    assert result["model_sha256"] == simulated(method, text, rounds=2)
+    assert result["model_sha256"] == simulated(method, text, rounds)
     assert [each.name for each in load(folder / "registry.json").members] == list(NAMES)
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    assert [each["cohort"] for each in lines] == [[0, 1, 2]] * 2
+    assert [each["cohort"] for each in lines] == [[0, 1, 2]] * rounds
 
 
-@pytest.mark.parametrize(
-    ("who", "sentence"),
-    [
-        ("unregistered", "Failed to activate SuperNode"),
-        ("plaintext", "Failed to initialize the connection to the SuperLink"),
-        ("wrong certificate", "CERTIFICATE_VERIFY_FAILED"),
-    ],
-)
-def test_who_does_not_belong_is_refused(local, tmp_path, who, sentence):
-    """A node without a registered key, one without TLS, one that trusts another authority: none gets in."""
-    extra = ["--max-retries", "1"]
-    if who == "wrong certificate":
-        security.certificates(tmp_path, ["127.0.0.1"])
-        extra += ["--root-certificates", str(tmp_path / security.CA)]
-    link = Local(local.folder, secure=who != "plaintext", warm=False, port=local.port, mark=local.mark)
-    process = link.node(who, {"partition-id": 0}, *extra)
-    assert process.wait(60) != 0
-    assert sentence in local.log(who)
+REFUSED = {
+    "unregistered": "Failed to activate SuperNode",
+    "plaintext": "Failed to initialize the connection to the SuperLink",
+    "wrong certificate": "CERTIFICATE_VERIFY_FAILED",
+}
+
+
+@pytest.fixture(scope="module")
+def strangers(local: Local) -> dict[str, subprocess.Popen[bytes]]:
+    """A node without a registered key, one without TLS, one that trusts another authority, started together."""
+    other = local.folder / "another authority"
+    security.certificates(other, ["127.0.0.1"])
+    found = {}
+    for who in REFUSED:
+        own = Local(local.folder, secure=who != "plaintext", warm=False, port=local.port, mark=local.mark)
+        extra = ["--root-certificates", str(other / security.CA)] if who == "wrong certificate" else []
+        found[who] = own.node(who, {"partition-id": 0}, "--max-retries", "1", *extra)
+    return found
+
+
+@pytest.mark.parametrize("who", REFUSED)
+def test_who_does_not_belong_is_refused(local, strangers, who):
+    """None of them gets in, and each says why."""
+    assert strangers[who].wait(PATIENCE) != 0
+    assert REFUSED[who] in local.log(who)
+
+
+def test_a_run_that_fails_says_so_in_a_sentence(local, tmp_path):
+    """`metavd federate run` answers 1 with the ServerApp's own words, here of a folder that somebody else holds."""
+    folder = tmp_path / "taken"
+    with Store(folder).lock():
+        process = local.start_run("failed", config(folder, "fedavg", "unseen=0", rounds=1) | {"join-timeout": 1.0})
+        assert process.wait(PATIENCE) == 1, local.log("failed")
+    said = local.log("failed")
+    assert f"another process ({os.getpid()}) is writing to {folder}; waiting at most 1 s until it ends" in said
+    assert said.splitlines()[-1].startswith(f"metavd: another process ({os.getpid()}) is writing to {folder}; wait")
+    assert "Traceback" not in said
+    assert "Exit Code" not in said
 
 
 def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_path):
-    """With kill -9 in the middle: the same command goes on, the client keeps its number, the bits are the same."""
+    """With kill -9 in the middle: the same command goes on, the client keeps its number, the bits are the same.
+
+    The ServerApp of the killed SuperLink ends with it, and the command that followed the run says that it failed.
+    """
     folder, text = tmp_path / "killed", "unseen=0 model=mlp width=8 local_epochs=1"
-    start(local, folder, "reptile+metavd", text, rounds=4)
-    ends = time.monotonic() + PATIENCE
-    while not (folder / "rounds.jsonl").exists() or len((folder / "rounds.jsonl").read_text().splitlines()) < 2:
-        assert time.monotonic() < ends, local.log("killed")
-        time.sleep(0.05)
-    local.stop("cleo")
+    asked = config(folder, "reptile+metavd", text, rounds=4)
+    following = local.start_run("killed", asked)
+    rounds = Store(folder).read_rounds
+    until(lambda: len(rounds()) >= 2, local, "killed")
+    server_app = int((folder / ".lock").read_text())
     local.stop("superlink", how=signal.SIGKILL)
-    local.stop("killed")
-    done = len((folder / "rounds.jsonl").read_text().splitlines())
-    assert done < 4
+    local.stop("cleo")
+    until(lambda: gone(server_app), local, "killed")
+    assert "Task stopped by user" not in local.log("superlink"), "it ended slowly, with all that Flower does at an end"
+    assert following.wait(PATIENCE) == 1, local.log("killed")
+    assert "rounds are saved in" in local.log("killed").splitlines()[-1]
+    assert 2 <= len(rounds()) < 4
     local.link()
     local.node("cleo", {"partition-id": 2, "name": "cleo"})
-    process = start(local, folder, "reptile+metavd", text, rounds=4)
-    assert process.wait(PATIENCE) == 0, local.log("killed")
-    result = json.loads((folder / "result.json").read_text())
-    assert "going on after round" in local.log("killed")
-    assert [each["round"] for each in map(json.loads, (folder / "rounds.jsonl").read_text().splitlines())] == [
-        *range(1, 5)
-    ]
+    assert local.start_run("again", asked).wait(PATIENCE) == 0, local.log("again")
+    assert "going on after round" in local.log("again")
+    assert [each["round"] for each in rounds()] == [*range(1, 5)]
     members = load(folder / "registry.json").members
     assert [(each.number, each.name) for each in members] == [(0, "anna"), (1, "bert"), (2, "cleo")]
-    assert result["model_sha256"] == simulated("reptile+metavd", text, rounds=4)
+    assert Store(folder).read_result()["model_sha256"] == simulated("reptile+metavd", text, rounds=4)

@@ -1,23 +1,17 @@
-"""The short form of scripts/faults.py: one fault of every kind, and a campaign that notices when nobody guards."""
+"""One fault of every kind, and proof that the campaign (test_campaign.py) notices when nobody guards."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("flwr")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from campaign import answers, edges, misfortunes, waits
-from campaign.rehearsal import Trial, good, rehearse, trials
 
 from metavd.container import ContainerError
 from metavd.wire import Expected, Guard, Reply, decode
 
-FAULTS = [*answers.REPLIES, *waits.WAITS, *misfortunes.SERVER, *edges.OTHERS]
+from .support import FAULTS
+from .support.rehearsal import Trial, good, rehearse, trials
+
 PLAIN = [fault for fault in FAULTS if not fault.config or fault.kind == "repeated offender"]
 """Those that need nothing of the machine: CI may not mount a disk of its own."""
 KINDS = {fault.kind: fault for fault in reversed(PLAIN)}

@@ -11,7 +11,7 @@ import metavd
 from metavd import methods
 from metavd.flower.config import FederationError, plan
 
-from .grid import SMALL, FakeGrid, shares
+from .support.grid import SMALL, FakeGrid, shares
 
 
 def simulated(method: str, text: str, rounds: int = 2, **settings: object) -> dict[str, object]:

@@ -188,17 +188,23 @@ def test_a_damaged_registry_is_named(tmp_path, text):
         (["demo", "--set", "lost=1"], "set has lost=1, but it makes simulated clients fail"),
         (["app", ".", "--superlink", "x:1"], "--superlink needs --certificates DIR with the server's ca.crt"),
         (["rekey", ".", "a", "b"], "holds no federation's run"),
+        (["run", "rounds=0"], "option rounds is 0, but must lie between 1 and"),
+        (["run", "rownds=3"], "there is no run config key 'rownds'; did you mean rounds?"),
+        (["run", ".", "rounds=3"], "pyproject.toml is no app of metavd"),
+        (["run", "rounds=3", "fedavg"], "'fedavg' is no key=value of a run config; write for example rounds=10"),
+        (["run", "rounds=3"], "config.toml cannot be read"),
     ],
 )
 def test_wrong_input_is_said_in_a_sentence(tmp_path, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     with pytest.raises(SystemExit) as end:
         main(["federate", *words])
     assert end.value.code == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_files_for_an_operator(tmp_path, monkeypatch):
+def test_files_for_an_operator(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     main(["federate", "certificates", "certs", "--host", "fl.example.org"])
@@ -206,6 +212,10 @@ def test_files_for_an_operator(tmp_path, monkeypatch):
     main(["federate", "app", ".", "--superlink", "127.0.0.1:8000", "--certificates", "certs"])
     assert str(tmp_path / "certs" / "ca.crt") in (tmp_path / "home" / "config.toml").read_text()
     assert (tmp_path / "metavd-app" / "pyproject.toml").exists()
+    with pytest.raises(SystemExit) as end:
+        main(["federate", "run", "metavd-app", "rounds=3", "--superlink", "there"])
+    assert end.value.code == 2
+    assert "config.toml has here; name one of them with --superlink" in capsys.readouterr().err
     assert handshake(tmp_path / "certs", tmp_path / "certs" / security.CA, "127.0.0.1") == "met"
 
 
@@ -219,7 +229,7 @@ def test_the_demo_stops_everything_when_it_is_interrupted(tmp_path):
     assert "SuperLink at 127.0.0.1" in process.stderr.readline()
     time.sleep(2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 1
+    assert process.wait(180) == 1
     marked = f"METAVD_TEST={tmp_path}".encode()
     left = []
     for path in Path("/proc").glob("[0-9]*/environ"):

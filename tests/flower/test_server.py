@@ -15,13 +15,14 @@ from flwr.app import Message, MessageType
 from metavd.core.emit import EMBEDDING, hypernetwork
 from metavd.core.types import ServerState
 from metavd.engine import checkpoint
-from metavd.flower.config import FederationError
+from metavd.flower.config import FederationError, plan
 from metavd.flower.message import payload, read_order, write_reply
 from metavd.flower.registry import GUESTS, load, widened
+from metavd.flower.server import run
 from metavd.runs.store import Store
 from metavd.wire import decode
 
-from .grid import SMALL, FakeGrid, Node, shares
+from .support.grid import SMALL, FakeGrid, Node, shares
 
 
 def rounds_of(folder: Path) -> list[dict]:
@@ -102,7 +103,7 @@ def test_a_node_that_joins_in_between_takes_part_with_the_mean_embedding(federat
 
 
 def test_a_new_row_is_the_mean_of_the_others_at_rest():
-    """Tables of one row a client grow, their momentum by zeros; everything else stays as it is."""
+    """Tables of one row per client grow, their momentum by zeros; everything else stays as it is."""
     table = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
     params = {EMBEDDING: table, "fc.weight": torch.ones(2, 2)}
     state = ServerState(params, {EMBEDDING: table}, torch.tensor(0.0), torch.tensor(1))
@@ -151,7 +152,7 @@ def test_a_client_that_never_answers_is_not_waited_for(federate, tmp_path):
 
     began = time.monotonic()
     result = federate(FakeGrid(shares(3), tamper=deaf), method="fedavg", rounds=3, **{"round-timeout": 1})
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     lines = rounds_of(tmp_path / "run")
     assert [each["cohort"] for each in lines] == [[0, 1, 2], [0, 2], [0, 1, 2]]
     assert lines[1]["lost"] == [1]
@@ -199,7 +200,7 @@ def test_nobody_is_waited_for_for_ever(federate):
     began = time.monotonic()
     with pytest.raises(FederationError, match="within 1 s 0 of at least 2 clients came; start more and run again"):
         federate(FakeGrid({}), method="fedavg", **{"join-timeout": 1})
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_node_that_goes_and_comes_back_is_asked_again(federate, tmp_path):
@@ -213,8 +214,20 @@ def test_a_node_that_goes_and_comes_back_is_asked_again(federate, tmp_path):
     assert 2 not in rounds_of(tmp_path / "run")[1]["cohort"]
 
 
+@pytest.fixture(scope="module")
+def without_client_1(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The hash of a model of which client 1 has no part."""
+
+    def absent(reply: Message, node: int) -> Message | None:
+        return None if node == 993 and reply.metadata.message_type == MessageType.TRAIN else reply
+
+    config = {"data": "digits", "clients": 3, "rounds": 4, "set": SMALL, "method": "fedavg", "round-timeout": 1}
+    folder = tmp_path_factory.mktemp("without") / "run"
+    return run(FakeGrid(shares(3), tamper=absent), plan(config | {"out": str(folder)}))["model_sha256"]
+
+
 @pytest.mark.parametrize("spoil", ["truncated", "round", "records", "rows"])
-def test_a_bad_answer_is_refused_by_name_and_its_client_left_out(federate, tmp_path, spoil):
+def test_a_bad_answer_is_refused_by_name_and_its_client_left_out(federate, tmp_path, without_client_1, spoil):
     """The model is that of the others alone; after three offences the client is asked no more."""
 
     def hostile(reply: Message, node: int) -> Message | None:
@@ -236,14 +249,7 @@ def test_a_bad_answer_is_refused_by_name_and_its_client_left_out(federate, tmp_p
     lines = rounds_of(tmp_path / "run")
     assert [each["cohort"] for each in lines] == [[0, 2]] * 4
     assert [list(each["rejected"]) for each in lines] == [["1"]] * 3 + [[]]
-
-    def absent(reply: Message, node: int) -> Message | None:
-        return None if node == 993 and reply.metadata.message_type == MessageType.TRAIN else reply
-
-    without = federate(
-        FakeGrid(shares(3), tamper=absent), method="fedavg", rounds=4, out=str(tmp_path / "2"), **{"round-timeout": 1}
-    )
-    assert result["model_sha256"] == without["model_sha256"]
+    assert result["model_sha256"] == without_client_1
 
 
 # --- failing servers -------------------------------------------------------------------------------------------------
@@ -269,6 +275,8 @@ def test_a_full_disk_loses_the_round_in_flight_and_no_more(federate, tmp_path, m
 def test_a_finished_run_is_read_and_another_one_is_kept_apart(federate, tmp_path):
     first = federate(FakeGrid(shares(3)), method="fedavg")
     assert federate(FakeGrid({}), method="fedavg") == first
+    with pytest.raises(FederationError, match=r"holds another run .*name another folder with out"):
+        federate(FakeGrid({}), method="reptile")
     (tmp_path / "run" / "result.json").unlink()
     with pytest.raises(FederationError, match=r"holds another run .*name another folder with out"):
         federate(FakeGrid(shares(3)), method="reptile")
@@ -279,10 +287,10 @@ def test_the_folder_is_one_that_metavd_reads(federate, tmp_path):
     from metavd.report.read import read_run
 
     federate(FakeGrid(shares(3)), method="reptile+metavd", **{"eval-every": 1})
-    run = read_run(tmp_path / "run")
-    assert run.notes == ()
-    assert len(run.clients) == 3
-    assert run.details.reliability["test"].count.sum() == run.result["test"]["samples"]
-    assert run.details.rates
+    found = read_run(tmp_path / "run")
+    assert found.notes == ()
+    assert len(found.clients) == 3
+    assert found.details.reliability["test"].count.sum() == found.result["test"]["samples"]
+    assert found.details.rates
     assert Store(tmp_path / "run").is_finished()
     assert all("test" in line for line in rounds_of(tmp_path / "run")[:-1])

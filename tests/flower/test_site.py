@@ -19,7 +19,7 @@ from metavd.flower.config import FederationError
 from metavd.flower.site import Look, agree, look, read_look, write_look
 from metavd.wire import decode
 
-from .grid import SMALL, FakeGrid, Node, shares
+from .support.grid import SMALL, FakeGrid, Node, shares
 
 
 @pytest.fixture

@@ -1,13 +1,58 @@
-"""A node goes on trying where Flower's own gives up for ever."""
+"""Processes end with the one that started them, and a node goes on trying where Flower's own gives up for ever."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
 import pytest
 
 from metavd.flower.warm import patient
 
-pytest.importorskip("flwr")
-httpx = pytest.importorskip("httpx")
+PARENT = """
+import os, sys, time
+from metavd.flower import warm
+parent = os.getpid()
+if os.fork() == 0:
+    {last}
+    print(os.getpid(), flush=True)
+    time.sleep(300)
+else:
+    time.sleep(300)
+"""
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state; Z is dead and not waited for, none is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
+@pytest.mark.parametrize("how", ["warm.die_with(parent)", "warm.watch_parent()"])
+def test_a_process_ends_with_its_parent(how: str) -> None:
+    """Also where the parent is killed, and where nobody has waited for it yet."""
+    with subprocess.Popen([sys.executable, "-c", PARENT.format(last=how)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert state(child) not in {"", "Z"}
+        parent.kill()  # not waited for: the parent's id still exists
+        ends = time.monotonic() + 30
+        while state(child) not in {"", "Z"}:
+            assert time.monotonic() < ends, "the child lives on"
+            time.sleep(0.02)
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
+    """The system tells only of what happens after it was asked."""
+    code = "import os; from metavd.flower import warm; warm.die_with(os.getppid() + 1); print('alive')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (found.returncode, found.stdout) == (1, "")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import multiprocessing
 import os
@@ -169,4 +170,36 @@ def test_one_writer_at_a_time(store: Store) -> None:
     process.kill()
     process.join(30)
     with store.lock():
+        pass
+
+
+def test_who_waits_is_told_for_whom_and_goes_on_at_once(store: Store) -> None:
+    """Law: with seconds to wait, a second process names the first, waits, and has the folder when the first ends."""
+    context = multiprocessing.get_context("fork")
+    entered, leave = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(store.folder, entered, leave))
+    process.start()
+    assert entered.wait(30)
+    told: list[str] = []
+    with (
+        pytest.raises(StoreError, match=rf"another process \({process.pid}\)"),
+        store.lock(seconds=0.3, report=told.append),
+    ):
+        pass
+    assert told == [f"another process ({process.pid}) is writing to {store.folder}; waiting at most 0 s until it ends"]
+    with store.lock(seconds=30, report=lambda _: process.kill()):
+        assert process.exitcode is not None or process.join(30) is None
+
+
+def test_a_lock_that_was_removed_keeps_nobody_out(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: who opened the file of a holder that failed and removed it takes the new file, as everybody else does."""
+    real, removed = fcntl.flock, []
+
+    def flock(file: object, how: int) -> None:
+        if not removed:
+            removed.append((store.folder / ".lock").unlink())
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with store.lock(), pytest.raises(StoreError, match="another process"), store.lock():
         pass

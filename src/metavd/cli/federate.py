@@ -1,10 +1,11 @@
-"""metavd federate demo, link, node, app, certificates, key."""
+"""metavd federate demo, run, link, node, app, certificates, key, rekey."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ..flower.local import Local
 
 _PORT = 8000
-_LOOK = 0.2
-"""Seconds between two looks at how a run goes."""
 
 
 @click.group("federate")
@@ -37,7 +36,8 @@ def federate_group() -> None:
     metavd federate link --certificates DIR          the server
     metavd federate key FILE                         for a site: its key
     metavd federate node --data npz:rows.npz ...     a site
-    metavd federate app DIR                          what `flwr run` starts
+    metavd federate app DIR                          tell Flower where the server is, and write a run config
+    metavd federate run method=fedavg rounds=10      train, on the server; status 0 only for a finished run
     """  # noqa: D301 - click reads the backspace as "keep these lines"
 
 
@@ -67,7 +67,7 @@ def demo_command(
     results stay.
     """
     _ready()
-    from ..flower.config import FailedRunError, plan
+    from ..flower.config import plan
     from ..runs.store import Store
 
     method = catalogue.check(method)
@@ -92,14 +92,8 @@ def demo_command(
         federation(Path(scratch), secure=not insecure) as local,
     ):
         _start(local, nodes, reporter)
-        process = local.run("run", config)
         with _watching(folder, rounds, reporter) as look:
-            while process.poll() is None:
-                look()
-                time.sleep(_LOOK)
-            look()
-        if not Store(folder).is_finished():
-            raise FailedRunError(_why(local))
+            local.run(config, look)
     from ..report.page import write_report
 
     notes = write_report([folder], folder / "report.html", command="metavd federate demo")
@@ -124,12 +118,6 @@ def _start(local: Local, nodes: int, reporter: Reporter) -> None:
         local.node(name, {"partition-id": index, "name": name})
     how = "TLS and node authentication" if local.secure else "neither TLS nor authentication"
     reporter.note(f"SuperLink at 127.0.0.1:{local.port} with {how}, and {nodes} SuperNodes, each with its own data")
-
-
-def _why(local: Local) -> str:
-    """Return the sentence that a run ended with."""
-    said = [line for line in local.log("run").splitlines() if "Error: " in line]
-    return said[-1].partition("Error: ")[2] if said else "the run failed; run it again with flwr run for its log"
 
 
 @contextmanager
@@ -241,13 +229,8 @@ def rekey_command(*, folder: str, name: str, public: str) -> None:
 @click.option("--certificates", type=click.Path(), metavar="DIR", help="Folder with ca.crt.")
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
-    """Write the Flower app that `flwr run DIR/metavd-app` starts: a run config, every key explained, and no code."""
-    from ..flower.config import APP, app_toml
-
-    place = Path(folder) / APP
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "pyproject.toml").write_text(app_toml())
-    click.echo(place)
+    """Write the Flower app that `metavd federate run DIR/metavd-app` starts: a run config, explained, and no code."""
+    click.echo(_write_app(Path(folder)))
     if superlink is not None:
         _ready()
         from ..flower.local import connection
@@ -256,12 +239,91 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
         if not insecure and certificates is None:
             raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
         authority = None if insecure else (Path(str(certificates)) / CA).resolve()
-        home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
+        home = _flower_home()
         home.mkdir(parents=True, exist_ok=True)
         if (home / "config.toml").exists():
             raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
         (home / "config.toml").write_text(connection(superlink, authority))
         click.echo(home / "config.toml")
+
+
+@federate_group.command("run")
+@click.argument("words", nargs=-1, metavar="[APP] [KEY=VALUE]...")
+@click.option("--superlink", default="here", show_default=True, help="Its name in Flower's config.")
+def run_command(*, words: tuple[str, ...], superlink: str) -> None:
+    """Train with the clients that are connected, show the run's log, and answer with the run's own outcome.
+
+    APP is a folder that `metavd federate app` wrote; without it every key has its default. KEY=VALUE overrides a key,
+    for example method=fedavg rounds=10 out=runs/first; docs/federation.md lists all. The same command goes on after
+    the last round that was saved. Exit status 0 only for a finished run, 1 for one that failed, 2 for wrong input.
+    """
+    _ready()
+    app = Path(words[0]) if words and "=" not in words[0] else None
+    given = dict(_pair(word) for word in words[app is not None :])
+    config = _app_config(app) | given
+    from ..flower.config import plan
+    from ..runs.store import Store
+
+    chosen = plan(config)  # wrong input is found before anything is started
+    _need_superlink(superlink)
+    from ..flower.follow import follow
+    from ..flower.local import QUIET
+
+    # The SuperLink may have been started in another folder.
+    out = str(Path(chosen.out).expanduser().resolve())
+    values = {key: getattr(chosen, key.replace("-", "_")) for key in given} | {"out": out}
+    with tempfile.TemporaryDirectory(prefix="metavd-app-") as scratch:
+        if app is None:
+            app = _write_app(Path(scratch))
+        follow(
+            app, values, superlink=superlink, environment={**QUIET, **os.environ},
+            show=lambda line: click.echo(line, nl=False),
+        )  # fmt: skip
+    print_results([Store(Path(out)).read_result()])
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not key or not equals:
+        raise UserError(f"{word!r} is no key=value of a run config; write for example rounds=10")
+    return key, value
+
+
+def _app_config(app: Path | None) -> dict[str, Any]:
+    """Return the run config that an app's folder holds."""
+    if app is None:
+        return {}
+    path = app / "pyproject.toml"
+    try:
+        return dict(tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no app of metavd ({error}); write one with metavd federate app") from None
+
+
+def _need_superlink(name: str) -> None:
+    path = _flower_home() / "config.toml"
+    try:
+        known = tomllib.loads(path.read_text()).get("superlink", {})
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"Flower's config {path} cannot be read ({error}); metavd federate app . --superlink HOST:PORT writes it"
+        ) from None
+    if not isinstance(known.get(name), dict):
+        names = ", ".join(each for each, value in known.items() if isinstance(value, dict)) or "none"
+        raise UserError(f"superlink is {name!r}, but {path} has {names}; name one of them with --superlink")
+
+
+def _flower_home() -> Path:
+    return Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
+
+
+def _write_app(folder: Path) -> Path:
+    from ..flower.config import APP, app_toml
+
+    place = folder / APP
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "pyproject.toml").write_text(app_toml())
+    return place
 
 
 @federate_group.command("link")
@@ -320,7 +382,7 @@ def node_command(
     """Take part with data that stays here: a Flower SuperNode that runs metavd's code and nobody else's."""
     _ready()
     from ..flower import warm
-    from ..flower.local import node_config
+    from ..flower.follow import pairs
     from ..flower.site import look
 
     values: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
@@ -333,7 +395,7 @@ def node_command(
         if colon and Path(path).expanduser().exists():
             values["data"] = f"{kind}:{Path(path).expanduser().resolve()}"
     look(values)  # data that cannot be read is better known now than in the first round
-    arguments = ["--superlink", superlink, "--port", str(port), "--node-config", node_config(values)]
+    arguments = ["--superlink", superlink, "--port", str(port), "--node-config", pairs(values)]
     if insecure:
         Reporter().note("insecure mode: what is sent can be read and changed on its way")
         arguments.append("--insecure")

@@ -2,7 +2,7 @@
 
 | module | what it is |
 |---|---|
-| `config` | the run config of `flwr run` as one checked value, and the app that it belongs to |
+| `config` | the run config as one checked value, and the app that it belongs to |
 | `message` | what stands in a message, both ways |
 | `site` | a client's own rows |
 | `client` | the ClientApp: hello, train, evaluate |
@@ -11,6 +11,9 @@
 | `server` | the ServerApp: rounds, quorum, checkpoints, evaluation |
 | `figures` | results from clients' own figures |
 | `security` | certificates and keys |
-| `local` | SuperLink and SuperNodes on this machine, started and stopped |
-| `warm` | clients' work without starting Python anew for every message |
+| `link` | the SuperLink, which answers requests from outside for nodes alone |
+| `warm` | the SuperNode, and apps that start without starting Python anew |
+| `follow` | a run started through `flwr run`, and its true outcome |
+| `local` | SuperLink, SuperNodes and runs on this machine, started and stopped |
+| `compat` | every lean on the inside of Flower |
 """

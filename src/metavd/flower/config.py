@@ -1,4 +1,4 @@
-"""What `flwr run` is told, as one frozen value; and the app that carries it.
+"""A run config as one frozen value, and the app that carries it.
 
 The app is a pyproject.toml and no code: its two components name modules of this package, so that a site runs what is
 installed there and nothing that came over the network. Flower refuses keys that the app does not list, therefore
@@ -161,7 +161,7 @@ def app_toml(**values: Any) -> str:
     """Return the pyproject.toml of the Flower app, with other defaults where they are given by key."""
     lines = [
         "# The Flower app of metavd. It holds no code: sites run the metavd that is installed there.",
-        "# flwr run . NAME --stream --run-config 'method=\"fedavg\" rounds=10'",
+        "# metavd federate run . method=fedavg rounds=10",
         "[project]",
         f'name = "{APP}"',
         f'version = "{VERSION}"',

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from . import compat
 from .config import FederationError, Plan
 from .message import Order, read_reply, write_order
 from .registry import Candidate, Member, Registry, admit, by_key
@@ -60,19 +61,12 @@ class Pending:
             if who is None:
                 continue
             if reply.has_error():
-                lost[who] = _plain(reply.error.reason)
+                lost[who] = compat.reason(reply.error.reason)
             elif reply.metadata.src_node_id != node:
                 lost[who] = "another node answered in its place"
             else:
                 content[who] = reply.content
         return Answers(content, lost)
-
-
-def _plain(reason: str | None) -> str:
-    """Return a client's sentence without what Flower puts around it."""
-    reason = reason or "it failed and did not say why"
-    _, found, text = reason.partition(":<'")
-    return text.removesuffix("'>") if found else " ".join(reason.split())[:300]
 
 
 def exchange(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from . import compat
 from .warm import beside, value_of
 
 OUTSIDE = ("/v1/fleet/", "/health")
@@ -54,18 +55,11 @@ class Door:
         await send({"type": "http.response.body", "body": body})
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run flower-superlink with these arguments, behind the door."""
-    from flwr.superlink import main as superlink  # noqa: PLC0415 - seconds, and only here
-    from flwr.superlink.cli import flower_superlink  # noqa: PLC0415
-    from starlette.middleware import Middleware  # noqa: PLC0415
-
-    inner = superlink._get_middleware
-    superlink._get_middleware = lambda: [Middleware(Door), *inner()]
-    authority = "" if "--insecure" in argv else value_of(argv, "--ssl-ca-certfile")
-    beside(f"127.0.0.1:{value_of(argv, '--port', '8000')}", authority=authority)
-    sys.argv = ["flower-superlink", *argv, "--isolation", "process"]
-    flower_superlink()
+    authority = "" if "--insecure" in arguments else value_of(arguments, "--ssl-ca-certfile")
+    beside(f"127.0.0.1:{value_of(arguments, '--port', '8000')}", authority=authority)
+    compat.run_superlink(list(arguments), Door)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ environment by which they, and whatever they have started, are found again.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
+import random
 import secrets
 import signal
 import socket
@@ -16,15 +16,18 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import security
+from . import compat, security
 from .config import APP, FederationError, app_toml
+from .follow import follow, pairs
 from .warm import POLL
 
 HOST = "127.0.0.1"
+NAME = "here"
+"""What Flower's config calls the SuperLink."""
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -33,23 +36,31 @@ QUIET = {
 }
 """Flower and Ray report to nobody, look for no updates and install nothing."""
 _MARK = "METAVD_LOCAL"
+_PORTS = (15_000, 32_000)
 _STARTING = 120.0
 """Seconds until a SuperLink must listen."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
+    """Return ports that nobody listens on now.
+
+    They lie below those that the system gives to outgoing connections, so that none of these takes one before a server
+    listens on it, or while a server is started again.
+    """
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        while len(found) < count:
+            port = random.SystemRandom().randrange(*_PORTS)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind((HOST, port))
+                found.append(port)
+        return found
 
 
 def connection(address: str, authority: Path | None) -> str:
-    """Return the lines of Flower's config.toml that name a SuperLink `here`; without an authority it is insecure."""
+    """Return the lines of Flower's config.toml that name a SuperLink; without an authority it is insecure."""
     how = "insecure = true" if authority is None else f'root-certificates = "{authority}"'
-    return f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{address}"\n{how}\n'
+    return f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{address}"\n{how}\n'
 
 
 @dataclass
@@ -138,28 +149,15 @@ class Local:
 
     def register(self, names: Sequence[str]) -> None:
         """Register the keys of nodes, as `flwr supernode register` does."""
-        from flwr.cli.supernode.register import try_load_public_key  # noqa: PLC0415 - seconds
-        from flwr.cli.typing import SuperLinkConnection  # noqa: PLC0415
-        from flwr.cli.utils import init_http_client_from_connection  # noqa: PLC0415
-        from flwr.proto.control_pb2 import RegisterNodeRequest  # noqa: PLC0415
-
-        root = None if self.authority is None else str(self.authority)
-        link = SuperLinkConnection("here", f"{HOST}:{self.port}", root, insecure=not self.secure)
-        with contextlib.redirect_stdout(io.StringIO()):  # it tells what it connects to
-            client = init_http_client_from_connection(link)
-        try:
-            for name in names:
-                key = try_load_public_key(self.key(name).with_name(f"{name}.pub"))
-                client.RegisterNode(RegisterNodeRequest(public_key=key, name=name))
-        finally:
-            client.close()
+        keys = {name: self.key(name).with_name(f"{name}.pub") for name in names}
+        compat.register_nodes(f"{HOST}:{self.port}", self.authority, keys)
 
     def node(self, name: str, config: Mapping[str, object], *extra: str) -> subprocess.Popen[bytes]:
         """Start a SuperNode; `extra` are more arguments, which come last."""
         own = [sys.executable, "-m", "metavd.flower.warm"]
         command = own if self.warm else [str(Path(sys.executable).parent / "flower-supernode")]
         command = [*command, "--superlink", f"{HOST}:{self.port}"]
-        command += ["--port", str(free_ports(1)[0]), "--node-config", node_config(config)]
+        command += ["--port", str(free_ports(1)[0]), "--node-config", pairs(config)]
         if self.secure:
             command += ["--root-certificates", str(self.authority), "--auth-supernode-private-key", str(self.key(name))]
         else:
@@ -173,27 +171,18 @@ class Local:
         (folder / "pyproject.toml").write_text(app_toml())
         return folder
 
-    def run(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
-        """Start a run and follow it: the process ends when the run does."""
-        command = [str(Path(sys.executable).parent / "flwr"), "run", str(self.app()), "here", "--stream"]
-        return self.start(name, [*command, "--run-config", node_config(config)])
+    def run(self, config: Mapping[str, object], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Carry out a run to its end, with its log in run.log; raise FailedRunError unless it is finished."""
+        with (self.folder / "run.log").open("a") as log:
+            follow(
+                self.app(), config, superlink=NAME, environment=self.environment, show=log.write, meanwhile=meanwhile
+            )
 
-    def flwr(self, *arguments: str) -> str:
-        """Call Flower's command line and return what it prints."""
-        command = [str(Path(sys.executable).parent / "flwr"), *arguments]
-        found = subprocess.run(
-            command,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=_STARTING,
-            check=False,
-            cwd=self.folder,
-        )
-        if found.returncode:
-            said = " ".join((found.stderr or found.stdout).split())
-            raise FederationError(f"flwr {' '.join(arguments[:2])} failed: {said[-300:]}")
-        return found.stdout
+    def start_run(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
+        """Start `metavd federate run`, which follows a run to its end, as a process whose output goes to NAME.log."""
+        words = [f"{key}={value}" for key, value in config.items()]
+        command = [sys.executable, "-m", "metavd", "federate", "run", str(self.app()), "--superlink", NAME, *words]
+        return self.start(name, command)
 
     def log(self, name: str) -> str:
         """Return what a process has said so far."""
@@ -240,22 +229,3 @@ def federation(folder: Path, **how: object) -> Iterator[Local]:
         yield local
     finally:
         local.stop()
-
-
-def node_config(values: Mapping[str, object]) -> str:
-    """Write pairs as Flower's command line reads them.
-
-    >>> node_config({"data": "npz:a b.npz", "partition-id": 3, "train": False})
-    'data="npz:a b.npz" partition-id=3 train=false'
-    """
-    return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, str):
-        return str(value)
-    if '"' in value:
-        raise FederationError(f"{value!r} has a quotation mark, which Flower's command line cannot take; rename it")
-    return f'"{value}"'

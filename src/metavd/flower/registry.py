@@ -128,7 +128,7 @@ def save(path: Path, registry: Registry) -> None:
 
 
 def widened(state: ServerState, rows: int) -> ServerState:
-    """Give newcomers rows in every table with one row a client: the mean of those that are there, at rest.
+    """Give newcomers rows in every table with one row per client: the mean of the others' rows, and no momentum.
 
     What a newcomer then receives is what `emit` gives a client that it has never seen.
     """

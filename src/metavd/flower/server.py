@@ -24,18 +24,20 @@ from typing import Any, NamedTuple
 import torch
 from flwr.app import Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
+from httpx import TransportError
 
 from .. import methods, tree
 from ..container import write_atomic
 from ..core import rng
 from ..core.emit import EMBEDDING
-from ..core.types import Algorithm, ServerState, Update
+from ..core.types import Algorithm, NonFiniteError, ServerState, Update
 from ..data.cohort import choose, pool
 from ..data.partition import Federation
 from ..data.source import Source
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.machine import tuned
 from ..engine.simulate import Record, check_finite
+from ..errors import FailedError, UserError
 from ..evaluate.personal import diagnose, masks_of
 from ..models import model_for
 from ..runs.details import VERSION as DETAILS
@@ -47,20 +49,34 @@ from ..runs.store import Store
 from ..serve.samples import described, restored, samples
 from ..tree import Params
 from ..wire import Expected, Guard, Rejected, Reply, encode, sparsity, traffic
-from . import figures, registry, site
+from . import compat, figures, registry, site
 from .config import FederationError, Plan, experiment_of, plan
 from .fleet import Fleet, exchange
 from .message import Order, payload, read_reply, spec, write_order
+from .warm import watch_parent
 
 app = ServerApp()
 _LOG = logging.getLogger("flwr")
 TAKES = "takes.json"
 
 
+_TOLD = (UserError, FailedError, NonFiniteError, OSError)
+"""Errors whose text says all that a user needs."""
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run, or go on with, the federation that the run config describes."""
-    run(grid, plan(context.run_config))
+    compat.log_sentences(_TOLD)
+    watch_parent()
+    chosen = plan(context.run_config)
+    try:
+        run(grid, chosen)
+    except TransportError as error:
+        raise FederationError(
+            f"the SuperLink did not answer for {chosen.join_timeout:.0f} s ({error}); the last round is saved, start "
+            "the SuperLink and run again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -77,11 +93,11 @@ class Setup:
 def run(grid: Grid, plan: Plan) -> dict[str, Any]:
     """Carry out a run, from its last checkpoint where there is one, and return its result."""
     store = Store(Path(plan.out).resolve())
-    retries = getattr(grid, "_retry_invoker", None)
-    if retries is not None:
-        retries.max_time = plan.join_timeout  # Flower would try for ever to reach a SuperLink that is gone
-    with store.lock():
+    compat.bound_retries(grid, plan.join_timeout)
+    # The ServerApp of a run that was killed a moment ago may still be there.
+    with store.lock(seconds=plan.join_timeout, report=_LOG.warning):
         if store.is_finished():
+            _remembered(plan, store)
             _LOG.info("%s holds this run, finished; name another folder with out to run again", store.folder)
             return store.read_result()
         fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE))
@@ -100,7 +116,7 @@ def _setup(fleet: Fleet, store: Store) -> Setup:
     least = plan.needed(plan.asked(max(expected, 1)))
     fleet.wait(0, enough=max(expected, 1), least=least, everyone=not expected)
     if store.is_run():
-        experiment, takes, classes = _remembered(fleet, store)
+        experiment, takes, classes = _remembered(plan, store)
     else:
         experiment, takes, classes = _agreed(fleet)
         store.open(to_toml(experiment))
@@ -120,7 +136,7 @@ def _agreed(fleet: Fleet) -> tuple[Experiment, Source, list[str]]:
     return experiment_of(plan, takes, clients, {}, content), takes, classes
 
 
-def _remembered(fleet: Fleet, store: Store) -> tuple[Experiment, Source, list[str]]:
+def _remembered(plan: Plan, store: Store) -> tuple[Experiment, Source, list[str]]:
     """Read what a run that is gone on with was made of, and compare it with what is asked now."""
     there = replace(with_settings(Experiment(), from_toml(store.config)), device="cpu")
     try:
@@ -128,7 +144,7 @@ def _remembered(fleet: Fleet, store: Store) -> tuple[Experiment, Source, list[st
         takes, classes = restored(values["takes"]), list(values["classes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederationError(f"{store.folder / TAKES} is damaged ({error}); put back your copy of it") from None
-    now = experiment_of(fleet.plan, takes, int(there.clients), _defaults(fleet.plan), there.content)
+    now = experiment_of(plan, takes, int(there.clients), _defaults(plan), there.content)
     if spec_hash(now) != spec_hash(there):
         raise FederationError(
             f"{store.folder} holds another run ({there.method}, {there.rounds} rounds, seed {there.seed}, or other "

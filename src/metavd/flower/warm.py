@@ -1,10 +1,13 @@
-"""Tasks that start at once, and nodes that run no code but metavd's.
+"""Apps that start at once, and nodes that run no code but metavd's.
 
-Flower starts a Python process for every message, which imports torch before it can train: seconds a message. Here an
-executor imports everything once and forks for each task. A forked client runs the ClientApp of this package, whatever
-app the message belongs to: code that comes over the network is neither unpacked nor run. Polling is as quick as the
-operator wants; Flower's own intervals (3 s for new messages, 1 s for tasks, 0.5 s for answers) add up to seconds a
-round.
+Flower starts a Python process for every message, and that process imports torch before it can train: seconds per
+message. Here an executor imports everything once and forks for each task. A forked client runs the ClientApp of this
+package, whatever app the message belongs to: code that comes over the network is neither unpacked nor run. The
+operator chooses how often messages are looked for; Flower's own intervals (3 s for new messages, 1 s for tasks, 0.5 s
+for answers) add up to seconds per round.
+
+Every process here ends with the one that started it: a SuperLink that is killed takes its executor and the ServerApp
+with it, so that nobody is left who writes to a run's folder.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
+
+from . import compat
 
 POLL = "METAVD_POLL"
 """Environment variable: seconds between two looks for messages."""
@@ -31,7 +35,44 @@ _RETRY = 5
 """Seconds, at most, between two tries to reach the SuperLink."""
 _PATIENCE = 60.0
 """Seconds that a node tries to be let in."""
+_LOOK = 0.2
+"""Seconds between two looks whether the parent process is there."""
 _LOG = logging.getLogger("flwr")
+
+
+# --- processes that end with their parent ----------------------------------------------------------------------------
+
+
+def die_with(parent: int) -> None:
+    """Let the system kill this process when its parent ends, however that ends; only Linux can.
+
+    The system watches the parent's thread that has started this process, so that thread has to stay.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+def watch_parent() -> None:
+    """End this process soon after its parent, also on systems and under executors that do not kill it.
+
+    Flower watches too, but it asks whether a process with that id exists, which a dead one does until it is waited
+    for, and then only interrupts the main thread, which may sit in a long wait.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        _LOG.error("the process that started this one is gone (%d), so this one ends; run again to go on", parent)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# --- the executor ----------------------------------------------------------------------------------------------------
 
 
 class ForkExecutor:
@@ -46,14 +87,12 @@ class ForkExecutor:
 
     def launch(self, spec: Any) -> Any:
         """Fork, and let the child do what the task says."""
-        from flwr.supercore.constant import TaskType  # noqa: PLC0415
-        from flwr.supercore.superexec.executor import LaunchResult  # noqa: PLC0415
-
         self.reconcile()
         parent = os.getpid()
         if os.fork() == 0:
-            _ending(_serve if spec.task_type == TaskType.SERVER_APP else _answer, spec, parent)
-        return LaunchResult.accepted()
+            die_with(parent)
+            _to_the_end(lambda: _do(spec, parent))
+        return compat.launched()
 
     def reconcile(self) -> None:
         """Let go of children that have finished."""
@@ -67,64 +106,36 @@ class ForkExecutor:
         """Nothing is held."""
 
 
-def _ending(task: Callable[..., None], spec: Any, parent: int) -> None:
-    """Do a task, and end the process whatever happens."""
-    from flwr.supercore.tls import validate_and_resolve_root_certificates  # noqa: PLC0415
+def _do(spec: Any, parent: int) -> None:
+    from .client import app  # noqa: PLC0415
 
+    compat.run_task(spec, parent, app)
+
+
+def _to_the_end(work: Callable[[], None]) -> None:
+    """Do something and end the process, whatever happens; Flower's threads would keep it alive."""
     status = 1
     try:
-        task(
-            runtime_api_address=spec.runtime_api_address,
-            token=spec.token,
-            insecure=spec.insecure,
-            certificates=validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
-            parent_pid=parent,
-        )
+        work()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def _answer(**how: Any) -> None:
-    """Answer one message of a node."""
-    from flwr.supernode.runtime import run_clientapp as module  # noqa: PLC0415
-
-    from .client import app  # noqa: PLC0415
-
-    vars(module).update(install_from_fab=lambda *_, **__: None, get_load_client_app_fn=lambda **_: lambda *__: app)
-    module.run_clientapp(**how)
-
-
-def _serve(**how: Any) -> None:
-    """Carry out one run of the SuperLink."""
-    from queue import Queue  # noqa: PLC0415
-
-    from flwr.supercore.logger import mirror_output_to_queue  # noqa: PLC0415
-    from flwr.superlink.runtime import run_serverapp  # noqa: PLC0415
-
-    lines: Queue[str | None] = Queue()
-    mirror_output_to_queue(lines)
-    run_serverapp(log_queue=lines, **how)
-
-
 def execute(address: str, parent: int, config: str, authority: str) -> None:
     """Do the tasks that a SuperNode or SuperLink has, until its process is gone."""
-    from flwr.supercore.superexec import run_superexec as module  # noqa: PLC0415
+    die_with(parent)
+    from . import client, server  # noqa: F401, PLC0415 - before the first fork, so that no child needs to import them
 
-    from . import client, server  # noqa: F401, PLC0415 - what a child needs is imported before it is born
-
-    if sys.platform == "linux":  # die with the parent, whatever kills it
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if "partition-id" in config:  # a share of a dataset, most likely of the digits that come with scikit-learn
         import sklearn.datasets  # noqa: F401, PLC0415
-    vars(module).update(get_executor=lambda *_, **__: ForkExecutor())
-    module.run_superexec(
-        runtime_api_address=address, insecure=not authority, root_certificates_path=authority or None, parent_pid=parent
-    )
+    compat.run_executor(ForkExecutor(), address, parent=parent, authority=authority)
 
 
 def beside(address: str, *, config: str = "", authority: str = "") -> None:
@@ -145,19 +156,12 @@ def value_of(arguments: Sequence[str], option: str, default: str = "") -> str:
     return arguments[arguments.index(option) + 1] if option in arguments else default
 
 
+# --- the node --------------------------------------------------------------------------------------------------------
+
+
 def patient() -> Any:
-    """Return how a node tries again: for ever, also where the line was cut in the middle of a handshake.
-
-    Flower takes every error that speaks of TLS for a wrong certificate and gives up, and it waits up to 20 s between
-    two tries, which a server that is back again need not wait for.
-    """
-    from flwr.supercore.retry import exponential, make_simple_http_retry_invoker  # noqa: PLC0415
-
-    invoker = make_simple_http_retry_invoker()
-    invoker.wait_gen_factory = lambda: exponential(max_delay=_RETRY)
-    gives_up = invoker.should_giveup or (lambda _: False)
-    invoker.should_giveup = lambda error: not is_cut(error) and gives_up(error)
-    return invoker
+    """Return how a node tries again: for ever, also where the line was cut in the middle of a handshake."""
+    return compat.retry_invoker(longest=_RETRY, goes_on=is_cut)
 
 
 def is_cut(error: Exception) -> bool:
@@ -191,35 +195,15 @@ def insisting(activate: Callable[..., Any], seconds: float = _PATIENCE) -> Calla
     return ask
 
 
-def main(argv: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run flower-supernode with these arguments and an executor beside it."""
-    from flwr.supercore import heartbeat  # noqa: PLC0415
-    from flwr.supernode import fleet_http_connection as connection  # noqa: PLC0415
-    from flwr.supernode import start_client_internal as internal  # noqa: PLC0415
-    from flwr.supernode.cli import flower_supernode  # noqa: PLC0415
-    from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: PLC0415
-
-    for module in (heartbeat, connection):
-        vars(module).update(HEARTBEAT_DEFAULT_INTERVAL=_HEARTBEAT)
-    FleetHttpClient.ActivateNode = insisting(FleetHttpClient.ActivateNode)  # type: ignore[method-assign]
+    beside(f"127.0.0.1:{value_of(arguments, '--port', '9094')}", config=value_of(arguments, "--node-config"))
     poll = float(os.environ.get(POLL, "1"))
-    vars(internal).update(time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll))))
-    vars(connection).update(make_simple_http_retry_invoker=patient)
-    beside(f"127.0.0.1:{value_of(argv, '--port', '9094')}", config=value_of(argv, "--node-config"))
-    sys.argv = ["flower-supernode", *argv, "--isolation", "process", "--host", "127.0.0.1"]
-    status = 1
-    try:
-        flower_supernode()
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except Exception:
-        traceback.print_exc()
-    finally:
-        # Flower's threads would keep a node alive that has given up, and nobody would start it again.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    _to_the_end(
+        lambda: compat.run_supernode(
+            list(arguments), heartbeat=_HEARTBEAT, poll=poll, retries=patient, activated=insisting
+        )
+    )
 
 
 if __name__ == "__main__":

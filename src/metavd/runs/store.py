@@ -15,8 +15,10 @@ import csv
 import fcntl
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,10 @@ from ..errors import UserError
 
 _RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds")
 """What a result has at least."""
+_LOCK = ".lock"
+"""Held by the process that writes the run; it has that process's id."""
+_LOOK = 0.1
+"""Seconds between two tries to take the lock."""
 
 
 class StoreError(UserError):
@@ -88,36 +94,59 @@ class Store:
     def open(self, config: str) -> None:
         """Write the configuration into a folder that is new, empty or this run's."""
         # The lock, and what a crash during the very first write may have left, are ours.
-        ours = {".lock", f".{self.config.name}.partial"}
+        ours = {_LOCK, f".{self.config.name}.partial"}
         if not self.is_run() and any(path.name not in ours for path in self.folder.iterdir()):
             raise StoreError(f"the folder {self.folder} is not empty and holds no run; name a new or empty one")
         write_atomic(self.config, config.encode())
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder against a second process that would write the same run."""
+    def lock(self, *, seconds: float = 0.0, report: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+        """Hold the folder against a second process that would write the same run.
+
+        If another process holds it, wait for that process at most so many seconds, and report once which one it is.
+        """
         if self.folder.exists() and not self.folder.is_dir():
             raise StoreError(f"{self.folder} is a file, but a run needs a folder; name another --out")
         created = not self.folder.exists()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / ".lock").open("w")
-        except OSError as error:
-            raise StoreError(f"cannot write to the folder {self.folder}: {error.strerror}") from None
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise StoreError(
-                    f"another process is writing to {self.folder}; wait for it or name another --out"
-                ) from None
+        with self._locked(seconds, report):
             try:
                 yield
             except StoreError:
-                (self.folder / ".lock").unlink(missing_ok=True)
+                (self.folder / _LOCK).unlink(missing_ok=True)
                 if created:
                     self.folder.rmdir()
                 raise
+
+    def _locked(self, seconds: float, report: Callable[[str], None]) -> io.FileIO:
+        """Return the lock's file; this process holds the folder until it closes that file."""
+        ends, told = time.monotonic() + seconds, False
+        while True:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = (self.folder / _LOCK).open("a+b", buffering=0)
+            except OSError as error:
+                raise StoreError(f"cannot write to the folder {self.folder}: {error.strerror}") from None
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                pid = file.read(20).decode(errors="replace").strip()
+                file.close()
+            else:
+                if os.fstat(file.fileno()).st_nlink:
+                    with suppress(OSError):  # a full disk: the lock holds, only its holder stays unnamed
+                        file.truncate(0)
+                        file.write(f"{os.getpid()}\n".encode())
+                    return file
+                file.close()  # its last holder removed it: holding it would keep nobody out
+                continue
+            who = f"another process{f' ({pid})' if pid else ''}"
+            if time.monotonic() >= ends:
+                raise StoreError(f"{who} is writing to {self.folder}; wait for it or name another --out")
+            if not told:
+                report(f"{who} is writing to {self.folder}; waiting at most {seconds:.0f} s until it ends")
+                told = True
+            time.sleep(_LOOK)
 
     def read_result(self) -> dict[str, Any]:
         """Return a finished run's result."""

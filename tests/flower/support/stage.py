@@ -1,34 +1,18 @@
 """A grid on which one fault happens, and the federation that stands on it.
 
-The grid of the tests calls ClientApps where Flower would send messages; everything else is what is deployed.
+Everything but the grid is what is deployed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flwr.app import Message
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _grid_of_the_tests() -> Any:
-    spec = importlib.util.spec_from_file_location("campaign.grid", ROOT / "tests" / "flower" / "grid.py")
-    if spec is None or spec.loader is None:
-        raise ImportError("the grid of the tests is not there")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-GRID = _grid_of_the_tests()
+from .grid import FakeGrid, Node
 
 CLIENTS = 4
 ROUNDS = 3
@@ -115,10 +99,10 @@ OWN = {"network cut", "SuperLink killed", "ServerApp killed", "disk full"}
 def _nothing(_: object) -> None: ...
 
 
-class Stage(GRID.FakeGrid):  # type: ignore[misc]
+class Stage(FakeGrid):
     """A grid on which one fault happens."""
 
-    def __init__(self, nodes: dict[int, Any], fault: Fault, at: int, client: int) -> None:
+    def __init__(self, nodes: dict[int, Node], fault: Fault, at: int, client: int) -> None:
         super().__init__(nodes)
         self.fault, self.at, self.client = fault, at, client
         self.struck = 0
@@ -202,4 +186,4 @@ class Stage(GRID.FakeGrid):  # type: ignore[misc]
     def renamed(self, node: int) -> None:
         """Let a node come back as a process of its own: another node id, the same key and data."""
         old = self.nodes.pop(node)
-        self.nodes[node + 5000] = GRID.Node(old.config, old.key)
+        self.nodes[node + 5000] = Node(old.config, old.key)

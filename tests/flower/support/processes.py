@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -71,14 +72,11 @@ class Real:
         with contextlib.suppress(ProcessLookupError, KeyError):
             os.killpg(self.local.processes[name].pid, which)
 
-    def server_apps(self) -> list[int]:
-        """Return the processes of ServerApps."""
-        found = []
-        for pid in self.local.left():
-            with contextlib.suppress(OSError):
-                if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+    def server_app(self) -> int | None:
+        """Return the process of the ServerApp: the one that holds the run's folder."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.out / ".lock").read_text())
+        return None
 
 
 class Proxy:
@@ -180,8 +178,10 @@ def link_dies(real: Real) -> Callable[[], None]:
 
 def server_dies(real: Real) -> Callable[[], None]:
     """Kill the ServerApp."""
-    for pid in real.server_apps():
-        os.kill(pid, signal.SIGKILL)
+    pid = real.server_app()
+    if pid is None or pid not in real.local.left():
+        raise RuntimeError(f"no process of this federation holds {real.out}")
+    os.kill(pid, signal.SIGKILL)
     return lambda: None
 
 
@@ -241,7 +241,7 @@ def perform(kind: str, name: str, strike: Strike, seed: int) -> Outcome:
             starts += 1
             repair()
             repair = lambda: None  # noqa: E731
-            run = real.local.run(f"flwr{starts}", config)
+            run = real.local.start_run(f"run{starts}", config)
             ends = time.monotonic() + LONG
             while run.poll() is None and not store.is_finished():
                 if not struck and len(store.read_rounds()) >= 1:
@@ -255,11 +255,16 @@ def perform(kind: str, name: str, strike: Strike, seed: int) -> Outcome:
             state = load_checkpoint(store.checkpoint)
             done = int(state[0].round) if state else 0
             lost += max(0, len(store.read_rounds()) - 1 - done)
-            # A command that only follows the run may not notice that the run is over.
-            run.kill()
-            run.wait()
+            try:
+                status = run.wait(0 if hang else LONG)
+            except subprocess.TimeoutExpired:
+                hang = True
+                run.kill()
+                status = run.wait()
+            if status != (0 if store.is_finished() else 1) and not hang:
+                complaints.append(f"start {starts} answered {status}: {real.local.log(f'run{starts}')[-400:]}")
         if not store.is_finished():
-            complaints.append(f"the run did not end in {starts} starts: {real.local.log(f'flwr{starts}')[-400:]}")
+            complaints.append(f"the run did not end in {starts} starts: {real.local.log(f'run{starts}')[-400:]}")
         lines = store.read_rounds()
         if [line["round"] for line in lines] != list(range(1, rounds + 1)):
             complaints.append(f"rounds on record: {[line['round'] for line in lines]}")

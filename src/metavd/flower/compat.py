@@ -1,0 +1,222 @@
+"""Everything here that leans on the inside of Flower. Each lean was seen in 1.41.0, to which the version is pinned.
+
+tests/flower/test_compat.py has one test per lean: it fails when that inside has moved, and its name is the name of the
+function here. Other modules use Flower's documented interfaces alone (`flwr.app`, `flwr.serverapp`, `flwr.clientapp`
+and the command line). Flower is imported inside the functions: it takes a second, and most callers need one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SEEN = "1.41.0"
+"""The version of Flower that was read."""
+
+# --- the ServerApp -------------------------------------------------------------------------------------------------
+
+
+def bound_retries(grid: Any, seconds: float) -> None:
+    """Let a ServerApp's request fail after so many seconds without the SuperLink.
+
+    Flower would try for ever. Seen: `HttpGrid._retry_invoker`, a RetryInvoker with `max_time`. Other grids have none.
+    """
+    retries = getattr(grid, "_retry_invoker", None)
+    if retries is not None:
+        retries.max_time = seconds
+
+
+def log_sentences(errors: tuple[type[BaseException], ...]) -> None:
+    """Let the log have one sentence, and no traceback, where one of these errors ends a ServerApp.
+
+    Seen: `run_serverapp` logs "ServerApp raised an exception" with `exc_info`, and `flwr_exit` logs a text that begins
+    with "Exit Code: ", both to the logger "flwr".
+    """
+    told = False
+
+    def keep(record: logging.LogRecord) -> bool:
+        nonlocal told
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, errors):
+            record.msg, record.args, record.exc_info, told = str(error), (), None, True
+        return not (told and record.getMessage().startswith("Exit Code: "))
+
+    logging.getLogger("flwr").addFilter(keep)
+
+
+def failure(details: str) -> str:
+    """Return the sentence in what a SuperLink says of a failed run.
+
+    Seen: `run_serverapp` reports "ServerApp failed with exception: " and the exception's text.
+
+    >>> failure("ServerApp failed with exception: the disk is full")
+    'the disk is full'
+    """
+    return details.removeprefix("ServerApp failed with exception: ")
+
+
+def reason(text: str | None) -> str:
+    """Return a client's sentence from the reason of an error message.
+
+    Seen: `run_clientapp` writes the exception's class and text as below.
+
+    >>> reason("<class 'ValueError'>:<'train failed'>")
+    'train failed'
+    """
+    text = text or "it failed and did not say why"
+    _, found, sentence = text.partition(":<'")
+    return sentence.removesuffix("'>") if found else " ".join(text.split())[:300]
+
+
+# --- executors: who starts the processes of apps ---------------------------------------------------------------------
+
+
+def run_executor(executor: Any, address: str, *, parent: int, authority: str) -> None:
+    """Give the tasks of a SuperLink or SuperNode to an executor of our own, until its process is gone.
+
+    Seen: `run_superexec` calls the global `get_executor`, and of what that returns `reconcile`,
+    `get_eligible_capacity`, `wait_for_capacity`, `launch` and `close`.
+    """
+    from flwr.supercore.superexec import run_superexec as module  # noqa: PLC0415
+
+    vars(module).update(get_executor=lambda *_, **__: executor)
+    module.run_superexec(
+        runtime_api_address=address, insecure=not authority, root_certificates_path=authority or None, parent_pid=parent
+    )
+
+
+def launched() -> Any:
+    """Return what an executor answers when it has started a task. Seen: `LaunchResult.accepted`."""
+    from flwr.supercore.superexec.executor import LaunchResult  # noqa: PLC0415
+
+    return LaunchResult.accepted()
+
+
+def is_server_task(spec: Any) -> bool:
+    """Return whether a task is a ServerApp's. Seen: `ExecutionSpec.task_type`, `TaskType.SERVER_APP`."""
+    from flwr.supercore.constant import TaskType  # noqa: PLC0415
+
+    return bool(spec.task_type == TaskType.SERVER_APP)
+
+
+def run_task(spec: Any, parent: int, client_app: Any) -> None:
+    """Do a task in this process: carry out a run, or answer one message with the given ClientApp.
+
+    Code that comes over the network is neither unpacked nor run for a message. Seen: `run_serverapp` and
+    `run_clientapp` with the arguments below; the latter calls the globals `install_from_fab` and
+    `get_load_client_app_fn`.
+    """
+    from flwr.supercore.tls import validate_and_resolve_root_certificates  # noqa: PLC0415
+
+    how = {
+        "runtime_api_address": spec.runtime_api_address, "token": spec.token, "insecure": spec.insecure,
+        "certificates": validate_and_resolve_root_certificates(spec.root_certificates_path, spec.insecure),
+        "parent_pid": parent,
+    }  # fmt: skip
+    if is_server_task(spec):
+        from queue import Queue  # noqa: PLC0415
+
+        from flwr.supercore.logger import mirror_output_to_queue  # noqa: PLC0415
+        from flwr.superlink.runtime import run_serverapp  # noqa: PLC0415
+
+        lines: Queue[str | None] = Queue()
+        mirror_output_to_queue(lines)
+        run_serverapp(log_queue=lines, **how)
+        return
+    from flwr.supernode.runtime import run_clientapp as module  # noqa: PLC0415
+
+    vars(module).update(
+        install_from_fab=lambda *_, **__: None, get_load_client_app_fn=lambda **_: lambda *__: client_app
+    )
+    module.run_clientapp(**how)
+
+
+# --- SuperLink and SuperNode -----------------------------------------------------------------------------------------
+
+
+def run_superlink(arguments: list[str], middleware: Any) -> None:
+    """Run flower-superlink in this process, with an ASGI middleware before its own, and no executor of its own.
+
+    Seen: `flwr.superlink.main` calls its global `_get_middleware`; `--isolation process` starts no executor.
+    """
+    from flwr.superlink import main as module  # noqa: PLC0415
+    from flwr.superlink.cli import flower_superlink  # noqa: PLC0415
+    from starlette.middleware import Middleware  # noqa: PLC0415
+
+    inner = module._get_middleware
+    module._get_middleware = lambda: [Middleware(middleware), *inner()]
+    sys.argv = ["flower-superlink", *arguments, "--isolation", "process"]
+    flower_superlink()
+
+
+def run_supernode(
+    arguments: list[str],
+    *,
+    heartbeat: int,
+    poll: float,
+    retries: Callable[[], Any],
+    activated: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Run flower-supernode in this process, with no executor of its own.
+
+    Heartbeats are so many seconds apart, pauses between two looks for messages at most `poll` seconds; `retries` makes
+    the RetryInvoker of its requests, `activated` wraps the request to be let in. Seen: `HEARTBEAT_DEFAULT_INTERVAL` in
+    `heartbeat` and `fleet_http_connection`, `time.sleep` in `start_client_internal`, `make_simple_http_retry_invoker`
+    in `fleet_http_connection`, `FleetHttpClient.ActivateNode`.
+    """
+    from flwr.supercore import heartbeat as beating  # noqa: PLC0415
+    from flwr.supernode import fleet_http_connection as connection  # noqa: PLC0415
+    from flwr.supernode import start_client_internal as internal  # noqa: PLC0415
+    from flwr.supernode.cli import flower_supernode  # noqa: PLC0415
+    from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: PLC0415
+
+    for module in (beating, connection):
+        vars(module).update(HEARTBEAT_DEFAULT_INTERVAL=heartbeat)
+    FleetHttpClient.ActivateNode = activated(FleetHttpClient.ActivateNode)  # type: ignore[method-assign]
+    vars(internal).update(time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll))))
+    vars(connection).update(make_simple_http_retry_invoker=retries)
+    sys.argv = ["flower-supernode", *arguments, "--isolation", "process", "--host", "127.0.0.1"]
+    flower_supernode()
+
+
+def retry_invoker(*, longest: float, goes_on: Callable[[Exception], bool]) -> Any:
+    """Return how a node's request is tried again: after `longest` seconds at most, and always where `goes_on` is true.
+
+    Flower takes every error that speaks of TLS for a wrong certificate and gives up, and pauses up to 20 s. Seen:
+    `make_simple_http_retry_invoker`, `RetryInvoker.wait_gen_factory` and `should_giveup`, `exponential(max_delay)`.
+    """
+    from flwr.supercore.retry import exponential, make_simple_http_retry_invoker  # noqa: PLC0415
+
+    invoker = make_simple_http_retry_invoker()
+    invoker.wait_gen_factory = lambda: exponential(max_delay=longest)  # type: ignore[arg-type]
+    gives_up = invoker.should_giveup or (lambda _: False)
+    invoker.should_giveup = lambda error: not goes_on(error) and gives_up(error)
+    return invoker
+
+
+def register_nodes(address: str, authority: Path | None, public_keys: Mapping[str, Path]) -> None:
+    """Register nodes' public keys by name, as `flwr supernode register` does with one process per key.
+
+    Seen: `try_load_public_key`, `SuperLinkConnection`, `init_http_client_from_connection`, `RegisterNodeRequest`.
+    """
+    from flwr.cli.supernode.register import try_load_public_key  # noqa: PLC0415
+    from flwr.cli.typing import SuperLinkConnection  # noqa: PLC0415
+    from flwr.cli.utils import init_http_client_from_connection  # noqa: PLC0415
+    from flwr.proto.control_pb2 import RegisterNodeRequest  # noqa: PLC0415
+
+    root = None if authority is None else str(authority)
+    link = SuperLinkConnection("here", address, root, insecure=authority is None)
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells what it connects to
+        client = init_http_client_from_connection(link)
+    try:
+        for name, path in public_keys.items():
+            client.RegisterNode(RegisterNodeRequest(public_key=try_load_public_key(path), name=name))
+    finally:
+        client.close()

@@ -1,0 +1,148 @@
+"""One test per lean on Flower's inside, with the name of its function in metavd.flower.compat; fails when it moves."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+import time
+
+import httpx
+import pytest
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.cli.typing import SuperLinkConnection
+from flwr.cli.utils import init_http_client_from_connection
+from flwr.proto.control_pb2 import RegisterNodeRequest
+from flwr.supercore import heartbeat
+from flwr.supercore.constant import TaskType
+from flwr.supercore.exit import exit as leaving
+from flwr.supercore.superexec import run_superexec
+from flwr.supercore.superexec.executor import types
+from flwr.superlink import main as superlink
+from flwr.superlink.grid import HttpGrid
+from flwr.superlink.runtime import run_serverapp
+from flwr.supernode import fleet_http_connection, start_client_internal
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.runtime import run_clientapp
+
+from metavd.flower import compat
+from metavd.flower.link import Door
+from metavd.flower.warm import ForkExecutor
+
+
+def code(thing: object) -> str:
+    return inspect.getsource(thing)  # type: ignore[arg-type]
+
+
+def test_the_version_is_the_one_that_was_read() -> None:
+    """Another version has to be read first: the doc comments of compat say what was seen where."""
+    assert importlib.metadata.version("flwr") == compat.SEEN
+
+
+def test_bound_retries() -> None:
+    """A SuperLink that is not there is asked for so many seconds, not for ever."""
+    grid = HttpGrid("127.0.0.1:9", insecure=True, token="none")
+    compat.bound_retries(grid, 0.2)
+    began = time.monotonic()
+    with pytest.raises(httpx.TransportError):
+        grid.get_nodes()
+    assert time.monotonic() - began < 10
+    compat.bound_retries(object(), 1)
+
+
+def test_log_sentences(caplog: pytest.LogCaptureFixture) -> None:
+    """An error that says all itself is logged as it is, another one with its traceback and Flower's words."""
+    assert 'log(ERROR, "%s raised an exception", exc_entity, exc_info=ex)' in code(run_serverapp)
+    assert 'exit_message = f"Exit Code: {code}\\n" if is_error else ""' in code(leaving)
+    logger = logging.getLogger("flwr")
+    before = list(logger.filters)
+    try:
+        compat.log_sentences((ValueError,))
+        with caplog.at_level(logging.INFO, "flwr"):
+            logger.error("ServerApp raised an exception", exc_info=KeyError("a"))
+            logger.error("Exit Code: 201\nmore")
+            logger.error("ServerApp raised an exception", exc_info=ValueError("the folder is not empty"))
+            logger.error("Exit Code: 201\nmore")
+    finally:
+        logger.filters = before
+    assert [record.getMessage() for record in caplog.records] == [
+        "ServerApp raised an exception", "Exit Code: 201\nmore", "the folder is not empty",
+    ]  # fmt: skip
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False, False]
+
+
+def test_failure() -> None:
+    assert 'details = f"ServerApp failed with exception: {str(ex)}"' in code(run_serverapp)
+
+
+def test_reason() -> None:
+    assert """reason = str(type(ex)) + ":<'" + str(ex) + "'>\"""" in code(run_clientapp)
+    assert compat.reason(None) == "it failed and did not say why"
+    assert compat.reason("  much \n space ") == "much space"
+
+
+def test_run_executor() -> None:
+    """Our executor has every method that Flower asks for, and is what Flower gets."""
+    wanted = {name for name, _ in inspect.getmembers(types.Executor, inspect.isfunction) if name[0] != "_"}
+    assert wanted == {name for name, _ in inspect.getmembers(ForkExecutor, inspect.isfunction) if name[0] != "_"}
+    assert "executor = get_executor(" in code(run_superexec)
+    assert "time.sleep(task_poll_interval)" in code(run_superexec)
+    asked = inspect.signature(run_superexec.run_superexec).parameters
+    assert {"runtime_api_address", "insecure", "root_certificates_path", "parent_pid"} <= asked.keys()
+
+
+def test_launched() -> None:
+    assert compat.launched() == types.LaunchResult(types.LaunchResultStatus.ACCEPTED)
+
+
+@pytest.mark.parametrize("kind", [TaskType.SERVER_APP, TaskType.CLIENT_APP])
+def test_is_server_task(kind: TaskType) -> None:
+    spec = types.ExecutionSpec(
+        task_type=kind, runtime_api_address="a:1", token="t", insecure=True, root_certificates_path=None,
+        runtime_dependency_install=False, parent_pid=1, suppress_output=False, task_id=1,
+    )  # fmt: skip
+    assert compat.is_server_task(spec) is (kind == TaskType.SERVER_APP)
+
+
+def test_run_task() -> None:
+    """Both take what they are given, and a message's app comes through the two functions that are replaced."""
+    common = {"runtime_api_address", "token", "insecure", "certificates", "parent_pid"}
+    assert common | {"log_queue"} <= inspect.signature(run_serverapp).parameters.keys()
+    assert common <= inspect.signature(run_clientapp.run_clientapp).parameters.keys()
+    text = code(run_clientapp.run_clientapp)
+    assert "install_from_fab(" in text
+    assert "get_load_client_app_fn(" in text
+
+
+def test_run_superlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door is the outermost part of the server that Flower makes."""
+    made = []
+    monkeypatch.setattr(superlink, "_get_middleware", superlink._get_middleware)
+    monkeypatch.setattr("flwr.superlink.cli.flower_superlink", lambda: made.append(superlink.create_app()))
+    monkeypatch.setattr("sys.argv", [])
+    compat.run_superlink(["--insecure"], Door)
+    assert made[0].user_middleware[0].cls is Door
+    assert len(made[0].user_middleware) > 1
+
+
+def test_run_supernode() -> None:
+    assert {"HEARTBEAT_DEFAULT_INTERVAL"} <= vars(heartbeat).keys() & vars(fleet_http_connection).keys()
+    assert "make_simple_http_retry_invoker()" in code(fleet_http_connection)
+    assert "time.sleep(3)" in code(start_client_internal)
+    assert "ActivateNode" in vars(FleetHttpClient)
+
+
+def test_retry_invoker() -> None:
+    """Pauses are as short as was asked, and an error that goes on does so whatever Flower thinks of it."""
+    invoker = compat.retry_invoker(longest=0.5, goes_on=lambda error: "cut" in str(error))
+    pauses = invoker.wait_gen_factory()
+    assert max(next(pauses) for _ in range(20)) <= 0.5
+    assert invoker.should_giveup(httpx.ConnectError("ssl")) is True
+    assert invoker.should_giveup(httpx.ConnectError("ssl was cut")) is False
+
+
+def test_register_nodes() -> None:
+    assert callable(try_load_public_key)
+    assert callable(init_http_client_from_connection)
+    assert SuperLinkConnection("here", "a:1", None, insecure=True).address == "a:1"
+    assert RegisterNodeRequest(public_key=b"k", name="n").name == "n"
