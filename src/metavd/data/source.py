@@ -13,11 +13,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class SourceError(ValueError):
@@ -155,7 +158,7 @@ def digits() -> Source:
 
 
 def transform(
-    source: Source, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    source: Source, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Callable[..., Tensor]:
     """Return the function that takes stored rows (..., c, h, w) or (..., d) to what a network sees.
 
@@ -164,6 +167,9 @@ def transform(
     Leading axes are free, so a batch, a client's batches and a cohort's all pass through the same function. Rows of a
     merged source need their domains (...) too, each of which has its own numbers.
     """
+    import torch  # noqa: PLC0415 (takes a second, and datasets are listed, read and checked without it)
+
+    dtype = torch.float32 if dtype is None else dtype
     # Images carry their channel before two more axes, features on the last one.
     shape = (-1, 1, 1) if source.x.ndim == 4 else (-1,)
     looks = source.domains or (source,)
