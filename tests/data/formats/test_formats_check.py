@@ -38,7 +38,7 @@ def test_check_of_a_folder_with_several(make, rng, tmp_path):
 
 def test_check_goes_on_after_a_fault(make, rng, tmp_path):
     """Every faulty file is named, with its byte, not the first alone."""
-    made = make.cifar(tmp_path, rng, kind=10, version="binary", packed=False)
+    made = make.cifar(tmp_path, rng, kind=10, version="binary")
     for number, at in ((1, 3073), (4, 0)):
         data = bytearray(made.files[number].read_bytes())
         data[at] = 77

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import format_damage
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,13 +47,13 @@ def test_scalars_of_numpy(protocol):
 def test_hostile_pickles_are_refused_and_not_run(make, rng, tmp_path, monkeypatch):
     """Imports, calls, extensions, bombs of memo, hash and size: one sentence each, and nothing happened."""
     monkeypatch.chdir(tmp_path)
-    made = make.cifar(tmp_path, rng, kind=10, version="python", packed=False)
-    for name, data in make.hostile_pickles().items():
+    made = make.cifar(tmp_path, rng, kind=10, version="python")
+    for name, data in format_damage.hostile_pickles().items():
         made.files[1].write_bytes(data)
         with pytest.raises(FileError, match=r"data_batch_2") as caught:
             load("cifar10", tmp_path, subset=True)
         assert "\n" not in str(caught.value), name
-        assert not Path(make.MARK).exists(), name
+        assert not Path(format_damage.MARK).exists(), name
 
 
 def test_refusal_names_what_was_wanted():
