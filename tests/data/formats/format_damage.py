@@ -153,6 +153,11 @@ def hostile_pickles() -> dict[str, bytes]:
         b"(K\x01J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R\x89U\x04abcdtb.",
         "text again": b"\x80\x02X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20) + b"q\x00"
         + b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R" * 2000 + b".",
+        "hash for ever, hidden by a version": b"\x80\x02)" + b"\x80\x02q\x00h\x00\x86" * 60 + b"q\x00}h\x00K\x01s.",
+        "hash for ever, hidden by a state": b"\x80\x02)" + b"Nbq\x00h\x00\x86" * 60 + b"q\x00}h\x00K\x01s.",
+        "colliding tuples": b"\x80\x02}(" + b"".join(
+            b"(" + b"".join(b"J" + struct.pack("<i", -1 - (i >> bit & 1)) for bit in range(15)) + b"tN"
+            for i in range(20_000)) + b"u.",
         "hash too deep": b"\x80\x02}N" + b"\x85" * 400_000 + b"K\x01s.",
         "colliding keys, singly": b"}" + b"".join(f"L{i * (2**61 - 1)}L\nI1\ns".encode() for i in range(40_000)) + b".",
         "memo index in text": b"Np2000000000\n.",
@@ -161,7 +166,8 @@ def hostile_pickles() -> dict[str, bytes]:
         "call of a value": b"\x80\x02]q\x00)R.",
         "bare array": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nJ\xff\xff\xff\x7f\x85U\x01b\x87"
         b"R.",
-        "array filled again": good[:-1] + b"U\x04data" + b"h\x00" + b")K\x01s" * 1000 + b".",
+        "array filled again": pickle.dumps(np.zeros(9, np.uint8), 2)[:-1] + b")K\x01s" * 10 + b".",
+        "long of 250 bytes": b"\x80\x02\x8a\xfa" + b"\x7f" * 250 + b".",
         "no dict": pickle.dumps([1, 2, 3], 2),
         "labels of text": pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": ["a", "b"]}, 2),
         "labels too large": pickle.dumps({b"data": np.zeros((2, 3072), np.uint8), b"labels": [2**70, 0]}, 2),

@@ -63,6 +63,33 @@ def test_refusal_names_what_was_wanted():
     assert caught.value.offset == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("inst", "uses INST"),
+        ("obj", "wants to import os.system"),
+        ("extension", "uses EXT1"),
+        ("persistent", "uses BINPERSID"),
+        ("memo index", "a number that is too large"),
+        ("memo index in text", "a number that is too large"),
+        ("colliding keys", "a number that is too large"),
+        ("hash for ever", "holds a tuple twice"),
+        ("hash for ever, hidden by a version", "holds a tuple twice"),
+        ("hash for ever, hidden by a state", "holds a tuple twice"),
+        ("hash too deep", "or 1000 tuples"),
+        ("colliding tuples", "or 1000 tuples"),
+        ("text again", "far more bytes than it has"),
+        ("huge array", "needs 4611686014132420609 bytes, but has 4"),
+        ("state for a function", "TypeError"),
+        ("array filled again", "TypeError"),
+    ],
+)
+def test_each_harm_is_refused_for_its_own_reason(name, message):
+    """What another check would stop by accident is stopped by the check that was made for it."""
+    with pytest.raises(PickleError, match=message):
+        loads(format_damage.hostile_pickles()[name])
+
+
 @pytest.mark.parametrize("size", range(0, 60, 7))
 def test_cut_off_anywhere(size):
     """A pickle that is cut off is refused wherever it is cut."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..source import Source, SourceError
 from . import npz
-from .files import FileError, Plan, Report, attempt, choice, listing, need_folder, read_bytes, source
+from .files import FileError, Plan, Report, attempt, choice, listing, need_folder, read_bytes, refuse, source
 from .images import SIZE, Size, check_size, pictures, resize
 from .leaf import Shards, collect, find_shards, read_shards
 from .registry import PHOTOS, dataset
@@ -98,13 +98,11 @@ def _plan_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, i
         if labels is None or people is None:
             return None
         missing = next((name for name in labels if name not in people), None)
-        if missing is not None:
-            raise FileError(identity, f"there is no identity for {missing}, which {attr.name} lists.")
+        refuse(missing, identity, f"there is no identity for {missing}, which {attr.name} lists.")
         person, count = np.unique([people[name] for name in labels], return_counts=True)
         keep = set(person[count >= least].tolist())
         names = sorted(name for name in labels if people[name] in keep)
-        if not names:
-            raise FileError(identity, f"nobody has {least} pictures, the least that is asked for.")
+        refuse(not names, identity, f"nobody has {least} pictures, the least that is asked for.")
         x = pictures([folder / name for name in names], size, 3, report)
         y, client = (np.array([table[name] for name in names]) for table in (labels, people))
         return None if x is None else source(folder, "celeba", x, y, client=client, **_LOOK)
@@ -117,21 +115,20 @@ def read_attribute(path: Path, attribute: str) -> dict[str, int]:
     """Return {picture: 0 or 1} of one attribute."""
     lines = _lines(path)
     (_, _, count), (_, start, names) = (next(lines, (0, 0, [])) for _ in range(2))
-    if len(count) != 1 or not count[0].isdigit() or not names:
-        raise FileError(path, "line 1 must be the number of pictures and line 2 the names of the attributes.", 0)
-    if attribute not in names:
-        close = difflib.get_close_matches(attribute, names, n=3, cutoff=0.5) or names[:5]
-        raise FileError(path, f"there is no attribute {attribute!r}; did you mean {' or '.join(close)}?", start)
+    odd = len(count) != 1 or not count[0].isdigit() or not names
+    refuse(odd, path, "line 1 must be the number of pictures and line 2 the names of the attributes.", 0)
+    close = " or ".join(difflib.get_close_matches(attribute, names, n=3, cutoff=0.5) or names[:5])
+    refuse(attribute not in names, path, f"there is no attribute {attribute!r}; did you mean {close}?", start)
     column = names.index(attribute) + 1
     found: dict[str, int] = {}
     for number, offset, words in lines:
-        if len(words) != len(names) + 1:
-            raise FileError(path, f"line {number} has {len(words)} words, but it must have {len(names) + 1}.", offset)
-        if words[column] not in ("1", "-1"):
-            raise FileError(path, f"line {number} has {words[column][:40]!r}, but it must be 1 or -1.", offset)
+        many = f"line {number} has {len(words)} words, but it must have {len(names) + 1}."
+        refuse(len(words) != len(names) + 1, path, many, offset)
+        odd = words[column] not in ("1", "-1")
+        refuse(odd, path, f"line {number} has {words[column][:40]!r}, but it must be 1 or -1.", offset)
         _enter(found, path, words[0], int(words[column] == "1"), (number, offset))
-    if len(found) != int(count[0][:12]):
-        raise FileError(path, f"line 1 says {count[0][:12]} pictures, but {len(found)} are listed.", 0)
+    said = int(count[0][:12])
+    refuse(len(found) != said, path, f"line 1 says {said} pictures, but {len(found)} are listed.", 0)
     return found
 
 
@@ -139,8 +136,8 @@ def read_identity(path: Path) -> dict[str, int]:
     """Return {picture: celebrity}."""
     found: dict[str, int] = {}
     for number, offset, words in _lines(path):
-        if len(words) != 2 or not words[1].isascii() or not words[1].isdigit() or len(words[1]) > 12:
-            raise FileError(path, f"line {number} must be the name of a picture and a number.", offset)
+        right = len(words) == 2 and words[1].isascii() and words[1].isdigit() and len(words[1]) <= 12
+        refuse(not right, path, f"line {number} must be the name of a picture and a number.", offset)
         _enter(found, path, words[0], int(words[1]), (number, offset))
     return found
 
@@ -161,14 +158,13 @@ def _lines(path: Path) -> Iterator[tuple[int, int, list[str]]]:
 def _enter(found: dict[str, int], path: Path, name: str, value: int, at: tuple[int, int]) -> None:
     number, offset = at
     _check_name(path, name, f"line {number}", offset)
-    if name in found:
-        raise FileError(path, f"line {number} lists {name} a second time.", offset)
+    refuse(name in found, path, f"line {number} lists {name} a second time.", offset)
     found[name] = value
 
 
 def _check_name(path: Path, name: str, where: str, offset: int | None = None) -> None:
-    if name in ("", ".", "..") or any(letter in name for letter in "/\\\0:"):
-        raise FileError(path, f"{where} names {name[:80]!r}, but it must be a file in {_PICTURES}.", offset)
+    wrong = name in ("", ".", "..") or any(letter in name for letter in "/\\\0:")
+    refuse(wrong, path, f"{where} names {name[:80]!r}, but it must be a file in {_PICTURES}.", offset)
 
 
 # LEAF and npz
@@ -201,13 +197,13 @@ def _plan_leaf(root: Path, shards: Shards, attribute: str, size: tuple[int, int]
 
 
 def _plan_npz(path: Path, attribute: str, size: tuple[int, int] | None) -> Plan:
-    if attribute != "Smiling":
-        raise FileError(path, f"it only knows Smiling; the attribute {attribute!r} needs {_ATTR} and {_PICTURES}/.")
+    needs = f"it only knows Smiling; the attribute {attribute!r} needs {_ATTR} and {_PICTURES}/."
+    refuse(attribute != "Smiling", path, needs)
 
     def read(_: Report) -> Source:
         found = npz.read(path)
-        if found.x.ndim != 4 or found.x.dtype != np.uint8 or found.client is None:
-            raise FileError(path, "it must hold uint8 images in colour, a label and a client of each.")
+        right = found.x.ndim == 4 and found.x.dtype == np.uint8 and found.client is not None
+        refuse(not right, path, "it must hold uint8 images in colour, a label and a client of each.")
         x = resize(found.x, size)
         return source(path, "celeba", x, found.y, client=found.client, test=found.test, **_LOOK)
 

@@ -17,22 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..source import Source, SourceError
-from . import plainpickle
-from .files import (
-    MIB,
-    FileError,
-    Plan,
-    Report,
-    attempt,
-    check_labels,
-    choice,
-    each,
-    join,
-    need_folder,
-    read_bytes,
-    source,
-    tar_files,
-)
+from . import files, plainpickle
+from .files import MIB, FileError, Plan, Report, attempt, check_labels, choice, each, need_folder, read_bytes, refuse
 from .registry import PHOTOS, dataset
 
 PIXELS = 3 * 32 * 32
@@ -112,10 +98,10 @@ def plan_cifar100(root: Path | str, *, labels: str = "fine", subset: bool = Fals
 
 def _plan(root: Path, layouts: list[_Layout], subset: bool, options: dict[str, object]) -> Plan:
     place, layout = _find(root, layouts)
-    files = tuple(place / name for name in layout.names) if place.is_dir() else (place,)
+    paths = tuple(place / name for name in layout.names) if place.is_dir() else (place,)
 
     def read(report: Report) -> Source | None:
-        batches = _from_folder(files, layout, report) if place.is_dir() else _from_archive(place, layout, report)
+        batches = _from_folder(paths, layout, report) if place.is_dir() else _from_archive(place, layout, report)
         if batches is None:
             return None
         counts = [len(batch.y) for batch in batches]
@@ -135,9 +121,11 @@ def _plan(root: Path, layouts: list[_Layout], subset: bool, options: dict[str, o
         batches.clear()
         mean, std = _MOMENTS[layout.name]
         classes = layout.labels[layout.chosen][1]
-        return source(place, layout.name, join(x), y, test=test, num_classes=classes, mean=mean, std=std, augment=True)
+        return files.source(
+            place, layout.name, files.join(x), y, test=test, num_classes=classes, mean=mean, std=std, augment=True
+        )
 
-    return Plan(layout.name, place, files, read, {**options, "layout": layout.folder})
+    return Plan(layout.name, place, paths, read, {**options, "layout": layout.folder})
 
 
 def _find(root: Path, layouts: list[_Layout]) -> tuple[Path, _Layout]:
@@ -159,17 +147,16 @@ def _find(root: Path, layouts: list[_Layout]) -> tuple[Path, _Layout]:
     raise SourceError(f"{root}: there is no {wanted} in this folder; `metavd data fetch {layouts[0].name}` gets one.")
 
 
-def _from_folder(files: tuple[Path, ...], layout: _Layout, report: Report) -> list[Batch] | None:
-    return each(report, lambda path: parse(path, read_bytes(path, MAX_BATCH), layout), files)
+def _from_folder(paths: tuple[Path, ...], layout: _Layout, report: Report) -> list[Batch] | None:
+    return each(report, lambda path: parse(path, read_bytes(path, MAX_BATCH), layout), paths)
 
 
 def _from_archive(path: Path, layout: _Layout, report: Report) -> list[Batch] | None:
     batches = {}
-    for name, data in tar_files(path, layout.names, member_limit=MAX_BATCH, limit=MAX_ARCHIVE):
+    for name, data in files.tar_files(path, layout.names, member_limit=MAX_BATCH, limit=MAX_ARCHIVE):
         batches[name] = attempt(report, parse, Path(f"{path}:{name}"), data, layout)
-    missing = [name for name in layout.names if name not in batches]
-    if missing:
-        raise FileError(path, f"the archive has no readable {missing[0]}; fetch it again.")
+    for name in layout.names:
+        refuse(name not in batches, path, f"the archive has no readable {name}; fetch it again.")
     found = [batches[name] for name in layout.names]
     return None if None in found else found  # type: ignore[return-value]
 
@@ -191,11 +178,9 @@ def _binary(path: Path, data: bytes, layout: _Layout) -> Batch:
     columns = len(layout.labels)
     record = columns + PIXELS
     whole, rest = divmod(len(data), record)
-    if not data:
-        raise FileError(path, f"the file is empty, but it must hold records of {record} bytes.", 0)
-    if rest:
-        what = f"the file ends inside record {whole}, after {rest} of its {record} bytes; fetch it again."
-        raise FileError(path, what, whole * record)
+    refuse(not data, path, f"the file is empty, but it must hold records of {record} bytes.", 0)
+    what = f"the file ends inside record {whole}, after {rest} of its {record} bytes; fetch it again."
+    refuse(rest, path, what, whole * record)
     table = np.frombuffer(data, np.uint8).reshape(whole, record)
     for column, (_, count) in enumerate(layout.labels):  # CIFAR-100's coarse byte is checked even if it is not used
         check_labels(path, table[:, column], 0, count, partial(_byte, record, column))
@@ -213,19 +198,17 @@ def _pickled(path: Path, data: bytes, layout: _Layout) -> Batch:
     except plainpickle.PickleError as error:
         raise FileError(path, error.what, error.offset) from None
     key, count = layout.labels[layout.chosen]
-    for word in ("data", key):
-        if not isinstance(content, dict) or word not in content:
-            raise FileError(path, f"the pickle has no {word!r}, but it must be a dict with 'data' and {key!r}.")
+    lacks = not isinstance(content, dict) or not {"data", key} <= set(content)
+    refuse(lacks, path, f"the pickle must be a dict with 'data' and {key!r}, but it is not.")
     x, labels = content["data"], content[key]
-    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS or not len(x):
-        found = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
-        raise FileError(path, f"'data' is {found}, but it must be uint8 of shape (rows, {PIXELS}).")
+    found = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
+    right = isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 2 and x.shape[1] == PIXELS and len(x)
+    refuse(not right, path, f"'data' is {found}, but it must be uint8 of shape (rows, {PIXELS}).")
     if isinstance(labels, list) and all(type(label) is int for label in labels):
         # One that does not fit is no label, and is told below with its row.
         labels = np.array([label if -(2**31) < label < 2**31 else -1 for label in labels], np.int64)
-    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise FileError(path, f"{key!r} must be a list of whole numbers.")
-    if len(labels) != len(x):
-        raise FileError(path, f"{key!r} has {len(labels)} entries, but 'data' has {len(x)} rows.")
+    right = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+    refuse(not right, path, f"{key!r} must be a list of whole numbers.")
+    refuse(len(labels) != len(x), path, f"{key!r} has {len(labels)} entries, but 'data' has {len(x)} rows.")
     check_labels(path, labels, 0, count)
     return Batch(x.reshape(len(x), 3, 32, 32), labels.astype(np.int64))

@@ -48,6 +48,12 @@ class FileError(SourceError):
         return type(self), (self.path, self.what, self.offset)
 
 
+def refuse(wrong: object, path: Path, what: str, offset: int | None = None) -> None:
+    """Raise `FileError` if something is wrong with a file."""
+    if wrong:
+        raise FileError(path, what, offset)
+
+
 Report = Callable[[SourceError], None]
 """What to do with a fault: loading raises it, `check` writes it down and goes on."""
 
@@ -104,13 +110,11 @@ def size_of(path: Path, limit: int = MAX_FILE) -> int:
     """Return the size of a regular file, or say why it is none."""
     with _reading(path):
         status = path.stat()
-    if stat.S_ISDIR(status.st_mode):
-        raise FileError(path, "this is a folder, but a file is needed.")
-    if not stat.S_ISREG(status.st_mode):
-        raise FileError(path, "this is a pipe or a device, but only a regular file can be read.")
-    if status.st_size > limit:
-        raise FileError(path, f"the file has {status.st_size} bytes, but at most {limit} are read.")
-    return status.st_size
+    size, mode = status.st_size, status.st_mode
+    refuse(stat.S_ISDIR(mode), path, "this is a folder, but a file is needed.")
+    refuse(not stat.S_ISREG(mode), path, "this is a pipe or a device, but only a regular file can be read.")
+    refuse(size > limit, path, f"the file has {size} bytes, but at most {limit} are read.")
+    return size
 
 
 def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
@@ -118,8 +122,7 @@ def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
     size = size_of(path, limit)
     with _reading(path), path.open("rb") as file:
         data = file.read(size)
-    if len(data) != size:
-        raise FileError(path, f"the file shrank from {size} bytes while it was read; read it again.", len(data))
+    refuse(len(data) != size, path, f"the file shrank from {size} bytes while it was read; read it again.", len(data))
     return data
 
 
@@ -197,10 +200,8 @@ class Stream:
         except OSError as error:
             raise FileError(self.path, f"it cannot be read ({error}); check the disk.", self.offset) from None
         self.offset += len(piece)
-        if self.offset > self._limit:
-            raise FileError(
-                self.path, f"it unpacks to more than {self._limit} bytes, which no such dataset does; do not trust it."
-            )
+        what = f"it unpacks to more than {self._limit} bytes, which no such dataset does; do not trust it."
+        refuse(self.offset > self._limit, self.path, what)
         return piece
 
 
@@ -225,8 +226,7 @@ def tar_files(path: Path, wanted: Sequence[str], *, member_limit: int, limit: in
         try:
             with tarfile.open(fileobj=stream, mode="r|", bufsize=MIB) as archive:  # type: ignore[call-overload]
                 for number, member in enumerate(archive):
-                    if number >= MAX_MEMBERS:
-                        raise FileError(path, f"the archive has more than {MAX_MEMBERS} members, which no dataset has.")
+                    refuse(number >= MAX_MEMBERS, path, f"the archive has more than {MAX_MEMBERS} members.")
                     name = _tar_member(path, member, wanted, member_limit, seen)
                     if name is not None:
                         seen.add(name)
@@ -248,14 +248,10 @@ def _tar_member(path: Path, member: tarfile.TarInfo, wanted: Sequence[str], limi
     base, told = PurePosixPath(member.name).name, repr(member.name[:80])
     if base not in wanted or member.isdir():
         return None
-    if not member.isreg() or member.issparse():
-        raise FileError(path, f"{told} is a link or a device, but it must be a plain file.", member.offset)
-    if base in seen:
-        raise FileError(path, f"{told} stands in the archive twice.", member.offset)
-    if member.size > limit:
-        raise FileError(
-            path, f"{told} declares {member.size} bytes, but such a file has at most {limit}.", member.offset
-        )
+    odd, many = not member.isreg() or member.issparse(), member.size > limit
+    refuse(odd, path, f"{told} is a link or a device, but it must be a plain file.", member.offset)
+    refuse(base in seen, path, f"{told} stands in the archive twice.", member.offset)
+    refuse(many, path, f"{told} declares {member.size} bytes, but such a file has at most {limit}.", member.offset)
     return base
 
 
@@ -271,17 +267,13 @@ def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:
             infos = archive.infolist()
-            if len(infos) > MAX_MEMBERS:
-                raise FileError(path, f"the archive has {len(infos)} members, but at most {MAX_MEMBERS} are read.")
-            seen: set[str] = set()
+            refuse(len(infos) > MAX_MEMBERS, path, f"the archive has more than {MAX_MEMBERS} members.")
+            refuse(len(infos) > len(archive.NameToInfo), path, "a name stands in the archive twice.")
             for info in infos:
                 name = info.filename
-                if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or name[1:2] == ":":
-                    what = "points outside the archive; do not trust this file."
-                    raise FileError(path, f"the member {name!r} {what}", info.header_offset)
-                if name in seen:
-                    raise FileError(path, f"{name!r} stands in the archive twice.", info.header_offset)
-                seen.add(name)
+                out = name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or name[1:2] == ":"
+                what = f"the member {name!r} points outside the archive; do not trust this file."
+                refuse(out, path, what, info.header_offset)
             yield archive
     except _ZIP_FAULTS as error:
         raise FileError(
@@ -291,16 +283,13 @@ def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
 
 def zip_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) -> BinaryIO:
     """Open a member whose declared size is believable; more than that size is never read from it."""
-    packed, what = path.stat().st_size, None
-    if info.flag_bits & 1:
-        what = "is encrypted, which no dataset is."
-    elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        what = "is neither stored nor deflated; save it again."
-    elif info.file_size > unpack_limit(min(info.compress_size, packed), limit) or info.compress_size > packed:
-        what = (f"declares {info.file_size} bytes of {info.compress_size} packed ones, which is more than any dataset "
-                "of that size unpacks to; do not trust it.")  # fmt: skip
-    if what is not None:
-        raise FileError(path, f"the member {info.filename!r} {what}", info.header_offset)
+    packed, name, at = path.stat().st_size, f"the member {info.filename!r}", info.header_offset
+    refuse(info.flag_bits & 1, path, f"{name} is encrypted, which no dataset is.", at)
+    odd = info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    refuse(odd, path, f"{name} is neither stored nor deflated; save it again.", at)
+    many = info.file_size > unpack_limit(min(info.compress_size, packed), limit) or info.compress_size > packed
+    sizes = f"{info.file_size} bytes of {info.compress_size} packed ones"
+    refuse(many, path, f"{name} declares {sizes}, more than any dataset of that size has; do not trust it.", at)
     return archive.open(info)  # type: ignore[return-value]
 
 

@@ -12,25 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from ..source import Source, SourceError
+from . import files as shared
 from . import npz
-from .files import (
-    GIB,
-    FileError,
-    Plan,
-    Report,
-    Stream,
-    check_labels,
-    choice,
-    each,
-    join,
-    need_folder,
-    open_stream,
-    open_zip,
-    size_of,
-    source,
-    unpack_limit,
-    zip_member,
-)
+from .files import GIB, Plan, Report, Stream, choice, need_folder, open_zip, refuse, source
 from .registry import PHOTOS, WRITERS, dataset
 
 MAX_VALUES = 4 * GIB
@@ -138,8 +122,7 @@ def _find(root: Path, folders: tuple[str, ...], names: tuple[str, ...]) -> tuple
         found = [_either(root / folder, name) for name in names]
         if any(found):
             for name, paths in zip(names, found, strict=True):
-                if not paths:
-                    raise FileError(root / folder / name, "this file (.gz or not) is missing beside the others.")
+                refuse(not paths, root / folder / name, "this file (.gz or not) is missing beside the others.")
             return tuple(paths[0] for paths in found)
     return None
 
@@ -165,7 +148,7 @@ def _plan(
     axes = dict(zip(files, (3, 1, 3, 1, 2, 2), strict=False))
 
     def read(report: Report) -> Source | None:
-        found = each(
+        found = shared.each(
             report, lambda path: read_idx(path, axes[path], ">i4" if axes[path] == 2 else ">u1", archive), files
         )
         if found is None:
@@ -173,13 +156,12 @@ def _plan(
         x, y, test_x, test_y, *tables = found
         for at in (0, 2):
             _check_half(files[at : at + 2], found[at], found[at + 1], first, num_classes)
-        if x.shape[1:] != test_x.shape[1:]:
-            sides = [" x ".join(map(str, part.shape[1:])) for part in (test_x, x)]
-            raise FileError(files[2], f"images are {sides[0]}, but the train images are {sides[1]}.")
+        sides = [" x ".join(map(str, part.shape[1:])) for part in (test_x, x)]
+        refuse(sides[0] != sides[1], files[2], f"images are {sides[0]}, but the train images are {sides[1]}.")
         # QMNIST's test file lists 60,000 digits, of which MNIST's are the first.
         who = [_writers(files[4 + half], table, (y, test_y)[half], more=half == 1) for half, table in enumerate(tables)]
         found.clear()
-        pictures = join([x, test_x])
+        pictures = shared.join([x, test_x])
         return source(
             place, name, np.ascontiguousarray(pictures.transpose(0, 2, 1)) if upright else pictures,
             np.concatenate([y, test_y]).astype(np.int64) - first, client=np.concatenate(who) if who else None,
@@ -193,9 +175,8 @@ def _plan(
 
 def _check_half(paths: tuple[Path, ...], x: np.ndarray, y: np.ndarray, first: int, num_classes: int) -> None:
     images, labels = paths
-    if len(x) != len(y):
-        raise FileError(labels, f"it has {len(y)} labels, but {images.name} has {len(x)} images.")
-    check_labels(labels, y, first, num_classes, lambda row: 8 + row)  # in the unpacked file
+    refuse(len(x) != len(y), labels, f"it has {len(y)} labels, but {images.name} has {len(x)} images.")
+    shared.check_labels(labels, y, first, num_classes, lambda row: 8 + row)  # in the unpacked file
 
 
 def _writers(path: Path, table: np.ndarray, y: np.ndarray, *, more: bool) -> np.ndarray:
@@ -203,18 +184,14 @@ def _writers(path: Path, table: np.ndarray, y: np.ndarray, *, more: bool) -> np.
 
     `more` lets the list be longer than the digits.
     """
-    if table.shape[1] < 3 or len(table) < len(y) or (len(table) > len(y) and not more):
-        raise FileError(path, f"the list has shape {table.shape}, but it must have a row for each of {len(y)} digits.")
+    wrong = table.shape[1] < 3 or len(table) < len(y) or (len(table) > len(y) and not more)
+    refuse(wrong, path, f"the list has shape {table.shape}, but it must have a row for each of {len(y)} digits.")
     table = table[: len(y)]
-    wrong = table[:, 0] != y
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise FileError(
-            path, f"row {row} is a {table[row, 0]}, but the image is a {y[row]}; the list belongs to other images.",
-            12 + row * 4 * table.shape[1],
-        )  # fmt: skip
-    if (table[:, 2] < 0).any():
-        raise FileError(path, f"row {int((table[:, 2] < 0).argmax())} has a writer below 0.")
+    other, below = table[:, 0] != y, table[:, 2] < 0
+    row = int(other.argmax())
+    what = f"row {row} is a {table[row, 0]}, but the image is a {y[row]}; the list belongs to other images."
+    refuse(other.any(), path, what, 12 + row * 4 * table.shape[1])
+    refuse(below.any(), path, f"row {below.argmax()} has a writer below 0.")
     return table[:, 2].astype(np.int64)
 
 
@@ -230,49 +207,45 @@ def read_idx(path: Path, axes: int | None = None, dtype: str | None = None, arch
     if archive is not None:
         name = path.relative_to(archive).as_posix()
         with open_zip(archive) as members:
-            if name not in members.NameToInfo:
-                raise FileError(archive, f"the archive has no {name}.")
+            refuse(name not in members.NameToInfo, archive, f"the archive has no {name}.")
             info = members.getinfo(name)
             # The member is gzipped itself, so it has two sizes to be checked, and this one is the outer.
-            with zip_member(archive, members, info, MAX_VALUES) as raw:
+            with shared.zip_member(archive, members, info, MAX_VALUES) as raw:
                 return _parse(Stream(path, raw, info.file_size, MAX_VALUES + 64), info.file_size, axes, dtype)
-    size = size_of(path)
-    with open_stream(path, MAX_VALUES + 64) as stream:
+    size = shared.size_of(path)
+    with shared.open_stream(path, MAX_VALUES + 64) as stream:
         return _parse(stream, size, axes, dtype)
 
 
 def _parse(stream: Stream, size: int, axes: int | None, dtype: str | None) -> np.ndarray:
     path = stream.path
     head = stream.read(4)
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in TYPES or not 1 <= head[3] <= 4:
-        raise FileError(path, f"this is no idx file: it begins with {head.hex(' ') or 'nothing'}.", 0)
+    known = len(head) == 4 and head[:2] == b"\0\0" and head[2] in TYPES and 1 <= head[3] <= 4
+    refuse(not known, path, f"this is no idx file: it begins with {head.hex(' ') or 'nothing'}.", 0)
     kind, count = np.dtype(TYPES[head[2]]), head[3]
-    if (axes is not None and count != axes) or (dtype is not None and kind != np.dtype(dtype)):
-        wanted = f"{axes} of {np.dtype(dtype).name}"
-        raise FileError(path, f"the file has {count} axes of type {kind.name}, but it must have {wanted}.", 2)
+    other = (axes is not None and count != axes) or (dtype is not None and kind != np.dtype(dtype))
+    wanted = f"{axes} of {np.dtype(dtype).name}"
+    refuse(other, path, f"the file has {count} axes of type {kind.name}, but it must have {wanted}.", 2)
     lengths = stream.read(4 * count)
-    if len(lengths) < 4 * count:
-        raise FileError(path, "the file ends inside its header.", 4 + len(lengths))
+    refuse(len(lengths) < 4 * count, path, "the file ends inside its header.", 4 + len(lengths))
     shape = struct.unpack(f">{count}I", lengths)
     start, needed = 4 + 4 * count, math.prod(shape) * kind.itemsize
-    limit = unpack_limit(size, MAX_VALUES) if stream.packed else MAX_VALUES
-    if 0 in shape or needed > limit or (not stream.packed and start + needed != size):
-        holds = f"; the file holds {size - start}" if not stream.packed else ""
-        raise FileError(path, f"the header declares shape {shape}, which takes {needed} bytes{holds}.", 4)
+    limit = shared.unpack_limit(size, MAX_VALUES) if stream.packed else MAX_VALUES
+    wrong = 0 in shape or needed > limit or (not stream.packed and start + needed != size)
+    holds = "" if stream.packed else f"; the file holds {size - start}"
+    refuse(wrong, path, f"the header declares shape {shape}, which takes {needed} bytes{holds}.", 4)
     data = stream.read(needed)
-    if len(data) < needed:
-        raise FileError(path, f"the values end after {len(data)} of {needed} bytes.", start + len(data))
+    refuse(len(data) < needed, path, f"the values end after {len(data)} of {needed} bytes.", start + len(data))
     rest = stream.end()
-    if rest:
-        raise FileError(path, f"there are {rest} bytes after the last value.", start + needed)
+    refuse(rest, path, f"there are {rest} bytes after the last value.", start + needed)
     return np.frombuffer(data, kind).astype(kind.newbyteorder("="), copy=False).reshape(shape)
 
 
 def _plan_npz(path: Path, *, writers: bool) -> Plan:
     def read(_: Report) -> Source:
         found = npz.read(path)
-        if found.x.ndim != 3 or found.x.dtype != np.uint8:
-            raise FileError(path, f"images are {found.x.dtype} of shape {found.x.shape}, but must be grey bytes.")
+        wrong = found.x.ndim != 3 or found.x.dtype != np.uint8
+        refuse(wrong, path, f"images are {found.x.dtype} of shape {found.x.shape}, but must be grey bytes.")
         return source(
             path, "mnist", found.x, found.y, client=found.client if writers else None, test=found.test,
             num_classes=10, mean=[0.1307], std=[0.3081],

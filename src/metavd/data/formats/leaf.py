@@ -20,20 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..source import Source, SourceError
-from .files import (
-    GIB,
-    FileError,
-    Plan,
-    Report,
-    attempt,
-    join,
-    listing,
-    need_folder,
-    numbered,
-    plain,
-    read_bytes,
-    source,
-)
+from . import files
+from .files import GIB, FileError, Plan, Report, attempt, listing, need_folder, numbered, plain, refuse
 from .registry import WRITERS, dataset
 
 MAX_SHARD = 4 * GIB
@@ -51,10 +39,6 @@ class User(NamedTuple):
     y: np.ndarray
     kind: str
     """What the pixels were: "unit" 0 to 1, "byte" 0 to 255, "either" if all are 0 or 1, "file" for names."""
-
-    def row(self) -> str:
-        """Say what a row of theirs holds."""
-        return "names of files" if self.kind == "file" else f"{np.shape(self.x)[1]} numbers"
 
 
 class Shards(NamedTuple):
@@ -158,13 +142,12 @@ def read_shards(shards: Shards, report: Report) -> Users | None:
 
 
 def _check_kinds(rows: Sequence[tuple[Path, User]]) -> None:
-    files = any(user.kind == "file" for _, user in rows)
-    telling = [(path, user) for path, user in rows if files or user.kind != "either"]
+    named = any(user.kind == "file" for _, user in rows)
+    telling = [(path, user) for path, user in rows if named or user.kind != "either"]
     for path, user in telling:
         first = telling[0][1]
-        if user.kind != first.kind:
-            has = f"user {user.name!r} has {_SAYS[user.kind]}, but user {first.name!r} has {_SAYS[first.kind]}"
-            raise FileError(path, f"{has}; all must have the same.")
+        has = f"user {user.name!r} has {_SAYS[user.kind]}, but user {first.name!r} has {_SAYS[first.kind]}"
+        refuse(user.kind != first.kind, path, f"{has}; all must have the same.")
 
 
 def collect(folder: Path, name: str, users: Users, shape: tuple[int, ...], look: dict[str, Any]) -> Source:
@@ -173,21 +156,22 @@ def collect(folder: Path, name: str, users: Users, shape: tuple[int, ...], look:
     channels, height, width = shape
     parts = []
     for path, user in users.rows:
-        if user.kind == "file" or np.shape(user.x)[1] != channels * height * width:
-            wanted = f"{channels * height * width} pixels"
-            raise FileError(path, f"a row of user {user.name!r} holds {user.row()}, but it must hold {wanted}.")
+        has = "names of files" if user.kind == "file" else f"{np.shape(user.x)[1]} numbers"
+        wanted = channels * height * width
+        what = f"a row of user {user.name!r} holds {has}, but it must hold {wanted} pixels."
+        refuse(user.kind == "file" or np.shape(user.x)[1] != wanted, path, what)
         pixels = np.asarray(user.x)
         if user.kind == "either" and unit:
             pixels = pixels * np.uint8(255)
         parts.append(pixels.reshape(-1, height, width, channels).transpose(0, 3, 1, 2))
     y, client = users.labels(), users.clients()
     users.rows.clear()
-    return source(folder, name, join(parts), y, client=client, test=users.test, **look)
+    return files.source(folder, name, files.join(parts), y, client=client, test=users.test, **look)
 
 
 def read_shard(path: Path) -> list[User]:
     """Return the users of one JSON file, in its order."""
-    data = read_bytes(path, MAX_SHARD)
+    data = files.read_bytes(path, MAX_SHARD)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -210,40 +194,36 @@ def read_shard(path: Path) -> list[User]:
 
 
 def _users(path: Path, content: Any) -> list[User]:
-    if isinstance(content, _Fault):
-        raise FileError(path, content.what)
+    _sound(path, content, "this is no LEAF shard")
     content = content if isinstance(content, dict) else {}
     names, counts, rows = (content.get(key) for key in ("users", "num_samples", "user_data"))
-    if not isinstance(names, list) or not isinstance(counts, list):
+    _sound(path, rows, "user_data is wrong")
+    if not (isinstance(names, list) and isinstance(counts, list) and isinstance(rows, dict)):
         raise FileError(path, "this is no LEAF shard: it must have the lists users and num_samples, and user_data.")
-    if isinstance(rows, _Fault):
-        raise FileError(path, f"user_data is wrong: {rows.what}")
-    if not isinstance(rows, dict):
-        raise FileError(path, "this is no LEAF shard: user_data must map each user to its rows.")
-    if any(not isinstance(name, str) for name in names):
-        raise FileError(path, "users must be a list of names.")
-    if (twice := _twice(names)) is not None:
-        raise FileError(path, f"user {twice!r} stands in the list of users twice.")
-    if len(counts) != len(names):
-        raise FileError(path, f"num_samples has {len(counts)} entries, but there are {len(names)} users.")
+    refuse(any(not isinstance(name, str) for name in names), path, "users must be a list of names.")
+    twice, few = _twice(names), f"num_samples has {len(counts)} entries, but there are {len(names)} users."
+    refuse(twice is not None, path, f"user {twice!r} stands in the list of users twice.")
+    refuse(len(counts) != len(names), path, few)
     listed = set(names)
     for name, user in rows.items():
         # LEAF's own split leaves users behind that it dropped, with no rows.
-        if name not in listed and not (isinstance(user, User) and len(user.y) == 0):
-            raise FileError(path, f"user_data holds {name!r}, who is not among the users.")
+        empty = isinstance(user, User) and len(user.y) == 0
+        refuse(name not in listed and not empty, path, f"user_data holds {name!r}, who is not among the users.")
     return [_user(path, name, rows.get(name), count) for name, count in zip(names, counts, strict=True)]
 
 
 def _user(path: Path, name: str, user: Any, count: Any) -> User:
-    if user is None:
-        raise FileError(path, f"user {name!r} has no entry in user_data.")
-    if isinstance(user, _Fault):
-        raise FileError(path, f"user {name!r}: {user.what}")
+    _sound(path, user, f"user {name!r}")
     if not isinstance(user, User):
-        raise FileError(path, f"user {name!r} must have rows x and labels y.")
-    if type(count) is not int or count != len(user.y):
-        raise FileError(path, f"user {name!r} has {len(user.y)} rows, but num_samples says {str(count)[:40]}.")
+        raise FileError(path, f"user {name!r} must have rows x and labels y in user_data.")
+    what = f"user {name!r} has {len(user.y)} rows, but num_samples says {str(count)[:40]}."
+    refuse(type(count) is not int or count != len(user.y), path, what)
     return user._replace(name=name)
+
+
+def _sound(path: Path, value: Any, whose: str) -> None:
+    if isinstance(value, _Fault):
+        raise FileError(path, f"{whose}: {value.what}")
 
 
 def _twice(words: Iterable[str]) -> str | None:

@@ -3,9 +3,8 @@
 A pickle is a program: the usual unpickler imports and calls whatever it names. Here `pickle.Unpickler` runs it with a
 list of names, each of which stands for a function of this module that checks what it is given and builds an array from
 the pickle's own bytes; numpy's are never called. Before that, `pickletools` goes through the instructions, because some
-harm needs no import: a size that is not there, a memo of a thousand million entries, keys that collide or nest (hashing
-a nested tuple can take for ever). The scan follows the stack by the types of its values alone and refuses such a
-pickle with the byte.
+harm needs no import: a size that is not there, a memo of a thousand million entries, keys of a dict that collide
+(numbers from 2^61 - 1 on, tuples of -1 and -2) or that take for ever to hash (a tuple that holds another one twice).
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ import numpy as np
 
 MAX_STEPS = 500_000
 """CIFAR-100's largest pickle takes 200,000, and 350,000 in protocol 0."""
-MAX_KEYS = 1_000
-MAX_NUMBER_BYTES = 16
+MAX_TUPLES = 1_000
+"""Those that are no arguments; an array has two."""
+MAX_NUMBER = 2**61 - 2
 
-_ALLOWED = "\x80\x95.(N\x88\x89ILFKMJG\x8a\x8bSVUTCB\x8e\x96\x8cX\x8d]})lt\x85\x86\x87daesupqr\x94ghjc\x93Rb"
-"""The instructions of plain data; those that make an object of any other kind are not among them."""
-_KEYS = (pickletools.pyint, pickletools.pylong, pickletools.pyinteger_or_bool, pickletools.pyunicode,
-         pickletools.pybytes_or_str, pickletools.pybytes, "called")  # fmt: skip
+_NAMED = frozenset("ILFKMJG\x8a\x8bSVUTCB\x8e\x96\x8cX\x8d]}ldc\x93R")
+"""Instructions that make numbers, text, lists, dicts, and what the names below stand for; no tuples."""
+_TUPLES = frozenset(")t\x85\x86\x87")
+_ALLOWED = _NAMED | _TUPLES | frozenset("\x80\x95.(N\x88\x89aesupqr\x94ghjb")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
 _CODES = {"u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", "b1"}
 
@@ -51,7 +51,7 @@ def loads(data: bytes) -> Any:
     >>> loads(pickle.dumps({"a": [1, 2.5, None]}))
     {'a': [1, 2.5, None]}
     """
-    _Scan().run(data)
+    _scan(data)
     try:
         value = _Plain(data).load()
     except PickleError:
@@ -71,71 +71,33 @@ def _array(value: Any) -> Any:
 # Before: what instructions there are
 
 
-class _Scan:
-    """Goes through the instructions without obeying them; `pickletools` says what each takes from the stack."""
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-        self.keys = 0
-
-    def run(self, data: bytes) -> None:
-        at = 0
-        try:
-            for step, (code, arg, place) in enumerate(pickletools.genops(data)):
-                at = place or 0
-                if step >= MAX_STEPS:
-                    raise PickleError(f"the pickle takes more than {MAX_STEPS} instructions.")
-                if code.code not in _ALLOWED:
-                    raise PickleError(f"the pickle uses {code.name}, which plain data does not need; do not trust it.")
-                self.step(code, arg)
-            if self.stack:
-                raise PickleError("the pickle ends with values left over.")
-        except PickleError as error:
-            raise PickleError(error.what, at) from None
-        except (ValueError, IndexError, KeyError):  # no instruction, its argument is cut off, or the stack is too short
-            raise PickleError("the pickle is damaged or cut off here; copy or fetch the file again.", at) from None
-
-    def step(self, code: pickletools.OpcodeInfo, arg: Any) -> None:
-        name = code.name
-        if name == "GLOBAL":
-            known(*arg.split(" ", 1))
-        if isinstance(arg, int) and name in ("INT", "LONG", "LONG1", "LONG4") and abs(arg) >> 8 * MAX_NUMBER_BYTES:
-            raise PickleError(f"the pickle holds a number of more than {MAX_NUMBER_BYTES} bytes.")
-        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            index = len(self.memo) if arg is None else arg
-            if index > MAX_STEPS:
-                raise PickleError(f"the pickle numbers a value {index}, but has fewer.")
-            self.memo[index] = self.stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            self.stack.append(self.memo[arg])
-        elif name == "MARK":
-            self.marks.append(len(self.stack))
-        else:
-            self.follow(code)
-
-    def follow(self, code: pickletools.OpcodeInfo) -> None:
-        """Do to the stack of types what the instruction does to the stack of values."""
-        stack, taken = self.stack, code.stack_before
-        if pickletools.markobject in taken:
-            taken = taken[: taken.index(pickletools.markobject)]
-            mark = self.marks.pop()
-            items = stack[mark:]
-            del stack[mark:]
-        else:
-            items = stack[-2:]
-        if code.name in ("SETITEM", "SETITEMS", "DICT"):
-            self.keys += len(items) // 2
-            if self.keys > MAX_KEYS:  # before they are hashed: keys can be made to collide
-                raise PickleError(f"the pickled dicts have more than {MAX_KEYS} keys.")
-            if any(key not in _KEYS for key in items[::2]):
-                raise PickleError("a key of a pickled dict is neither text nor a number.")
-        left = len(stack) - len(taken)
-        if left < (self.marks[-1] if self.marks else 0):
-            raise IndexError
-        del stack[left:]
-        stack.extend(["called"] if code.name == "REDUCE" else code.stack_after)
+def _scan(data: bytes) -> None:
+    """Go through the instructions without obeying them, and refuse those that would do harm."""
+    at, tuples, maker = 0, 0, ""
+    memo: dict[int, str] = {}  # which instruction made a value that may be asked for again
+    try:
+        for step, (code, given, place) in enumerate(pickletools.genops(data)):
+            at, name, arg = place or 0, code.name, given if isinstance(given, int) else 0
+            put = "PUT" in name or name == "MEMOIZE"
+            tuples += maker in _TUPLES and not put and name not in ("REDUCE", "BUILD")
+            if code.code not in _ALLOWED:
+                raise PickleError(f"the pickle uses {name}, which plain data does not need; do not trust it.")
+            if step >= MAX_STEPS or tuples > MAX_TUPLES:
+                raise PickleError(f"the pickle takes more than {MAX_STEPS} instructions, or {MAX_TUPLES} tuples.")
+            if abs(arg) > (MAX_STEPS if put else MAX_NUMBER) and name != "FRAME":
+                raise PickleError("the pickle holds a number that is too large for plain data; do not trust it.")
+            if "GET" in name and memo.get(arg) not in _NAMED:
+                raise PickleError("the pickle holds a tuple twice, which plain data does not; do not trust it.")
+            if name == "GLOBAL":
+                known(*str(given).split(" ", 1))
+            if put:
+                memo[len(memo) if given is None else arg] = maker
+            else:
+                maker = memo[arg] if "GET" in name else code.code
+    except PickleError as error:
+        raise PickleError(error.what, at) from None
+    except ValueError:  # no instruction, or its argument is cut off
+        raise PickleError("the pickle is damaged or cut off here; copy or fetch the file again.", at) from None
 
 
 # While it runs: the few names that are known
