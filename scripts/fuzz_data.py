@@ -40,7 +40,9 @@ from metavd.data import formats
 from metavd.data.source import SourceError
 
 SECONDS = 10.0
-"""A case may take so long."""
+"""A case may compute for so long."""
+WAIT = 120.0
+"""And may wait for so long, beside a load: a pipe would make it wait for ever."""
 MEMORY = 700 << 20
 """The process may grow by so much."""
 
@@ -148,18 +150,21 @@ def _alarm(*_: Any) -> None:
 
 def guarded(case: Callable[[], Any]) -> tuple[Any, str | None]:
     """Run a case; return (result, None) or (None, what failed)."""
-    signal.signal(signal.SIGALRM, _alarm)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    for kind in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(kind, _alarm)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WAIT)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         result = case()
     except Failed as failure:
         return None, str(failure)
     except Hang:
-        return None, f"took more than {SECONDS} s at\n{traceback.format_exc()}"
+        return None, f"computed for {SECONDS} s or waited for {WAIT} s at\n{traceback.format_exc()}"
     except Exception:
         return None, traceback.format_exc()
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     if grown > MEMORY:
@@ -219,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     for first, last, fixed in chunks:
         command = [sys.executable, __file__, "--seed", str(given.seed), "--worker", str(first), str(last), str(fixed)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            timer = time.monotonic() + (last - first + 150) * SECONDS
+            timer = time.monotonic() + (last - first + 150) * WAIT
             running = None
             for line in process.stdout or ():
                 entry = json.loads(line)

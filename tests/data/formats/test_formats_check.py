@@ -25,7 +25,7 @@ def test_check_recognises_every_format(make, rng, tmp_path, kind):
     assert found.classes == len(np.unique(data.y))
     assert 0 <= found.low < found.high <= 255
     assert str(found.place) in str(report)
-    assert all("official" in problem.message for problem in report.problems)
+    assert all("official" in str(problem) for problem in report.problems)
 
 
 def test_check_of_a_folder_with_several(make, rng, tmp_path):

@@ -6,14 +6,14 @@
 """
 
 from .cache import cached
-from .check import Finding, Problem, Report, check
+from .check import Finding, Report, check
 from .external import from_huggingface, from_torchvision
 from .fetch import BY_HAND, REMOTES, Remote, download, fetch
 from .files import FileError, Plan
 from .registry import FORMATS, Info, Option, dataset, info, load, options
 
 __all__ = [
-    "BY_HAND", "FORMATS", "REMOTES", "FileError", "Finding", "Info", "Option", "Plan", "Problem", "Remote", "Report",
+    "BY_HAND", "FORMATS", "REMOTES", "FileError", "Finding", "Info", "Option", "Plan", "Remote", "Report",
     "cached", "check", "dataset", "download", "fetch", "from_huggingface", "from_torchvision", "info", "load",
     "options",
 ]  # fmt: skip

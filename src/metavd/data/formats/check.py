@@ -21,15 +21,6 @@ MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One fault."""
-
-    message: str
-    path: Path | None = None
-    offset: int | None = None
-
-
-@dataclass(frozen=True)
 class Finding:
     """One dataset, or one of its files, that could be read."""
 
@@ -71,7 +62,8 @@ class Report:
 
     path: Path
     findings: list[Finding] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[SourceError] = field(default_factory=list)
+    """A `FileError` among them knows its path and its byte."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -79,14 +71,9 @@ class Report:
         """Whether something was found and nothing is wrong with it."""
         return bool(self.findings) and not self.problems
 
-    def fault(self, error: SourceError) -> None:
-        """Write a fault down."""
-        where = (error.path, error.offset) if isinstance(error, FileError) else ()
-        self.problems.append(Problem(str(error), *where))
-
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
-        lines += [f"wrong: {problem.message}" for problem in self.problems[:MAX_PROBLEMS]]
+        lines += [f"wrong: {problem}" for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > MAX_PROBLEMS:
             lines.append(f"wrong: and {len(self.problems) - MAX_PROBLEMS} more faults.")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -100,7 +87,7 @@ def check(path: Path | str) -> Report:
         need_folder(path)
         (_check_folder if path.is_dir() else _check_file)(path, report)
     except SourceError as error:
-        report.fault(error)
+        report.problems.append(error)
     return report
 
 
@@ -140,7 +127,7 @@ def _plans(root: Path, report: Report) -> list[tuple[Info, Plan]]:
             info = FORMATS[name]
             plan = _plan(info, root)
         except FileError as error:
-            report.fault(error)
+            report.problems.append(error)
         except SourceError as error:  # of a package that cannot be imported
             report.notes.append(str(error))
         else:
@@ -165,12 +152,12 @@ def _plan(info: Info, root: Path) -> Plan | None:
 
 def _read(name: str, plan: Plan, report: Report) -> None:
     try:
-        data = plan.read(report.fault)
+        data = plan.read(report.problems.append)
     except SourceError as error:
-        report.fault(error)
+        report.problems.append(error)
         return
     except MemoryError:
-        report.problems.append(Problem(f"{plan.place}: the dataset does not fit into memory."))
+        report.problems.append(SourceError(f"{plan.place}: the dataset does not fit into memory."))
         return
     if data is not None:
         report.findings.append(describe(name, plan.place, data))
@@ -244,7 +231,7 @@ def _check_file(path: Path, report: Report) -> None:
         values = read_idx(path)
         report.findings.append(_finding("an idx file", path, values, values if values.ndim == 1 else None))
     else:
-        report.fault(FileError(path, "this is no file of a known format.", 0))
+        report.problems.append(FileError(path, "this is no file of a known format.", 0))
 
 
 def _check_archive(path: Path, report: Report) -> None:
@@ -257,4 +244,4 @@ def _check_archive(path: Path, report: Report) -> None:
             if plan is not None:
                 _read(name, plan, report)
                 return
-    report.fault(FileError(path, "this archive's name is none of a known dataset's."))
+    report.problems.append(FileError(path, "this archive's name is none of a known dataset's."))
