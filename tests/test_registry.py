@@ -119,3 +119,40 @@ def test_a_module_may_define_its_own_entry_anew() -> None:
     assert registry.all() == {"a": 2}
     with pytest.raises(UserError, match="'a' of there is taken by here"):
         registry.add("a", 3, "there")
+
+
+DATASET = """
+from pathlib import Path
+import numpy as np
+from metavd.data.formats import Plan, dataset
+from metavd.data.source import arrays
+
+@dataset("stripes", "stripes that lie or stand", options={"rows": "how many"}, files=False)
+def plan_stripes(root, *, rows: int = 60) -> Plan:
+    y = np.arange(rows) % 2
+    x = np.zeros((rows, 8, 8), np.uint8)
+    x[y == 0, ::2], x[y == 1, :, ::2] = 255, 255
+    return Plan("stripes", Path(root), (), lambda _: arrays(x, y, name="stripes"))
+"""
+PARTITION = """
+import numpy as np
+from metavd.data.partition import PARTITIONS, PartitionKind
+
+def by_turns(step: int, *, least: int = 1):
+    return lambda y, num, rng, client_ids=None: [np.arange(k, len(y), num)[::step] for k in range(num)]
+
+PARTITIONS.add("turns", PartitionKind(by_turns, int, "turns:1"), __name__)
+"""
+
+
+def test_a_dataset_and_a_partition_of_another_package(tmp_path: Path) -> None:
+    """Each is one file; the command line lists the dataset, and a run deals it by the partition."""
+    points = "[metavd.datasets]\nstripes = their_data\n[metavd.partitions]\nturns = their_deal\n"
+    install(tmp_path, "theirs", {"their_data": DATASET, "their_deal": PARTITION}, points)
+    assert '"stripes"' in metavd(tmp_path, "datasets", "--json").stdout
+    words = ["fedavg", "--data", "stripes:rows=90", "--rounds", "1", "--out", "run"]
+    done = metavd(tmp_path, "run", *words, "partition=turns:1", "clients=3", "unseen=0", "cohort=2")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["test"]["samples"] == 18
+    wrong = metavd(tmp_path, "run", *words, "partition=turns:x", "clients=3", "unseen=0")
+    assert (wrong.returncode, "such as turns:1" in wrong.stderr) == (2, True)

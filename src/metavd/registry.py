@@ -11,7 +11,7 @@ ours; one that cannot be imported is described in one sentence and left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Registry(Generic[T]):
+class Registry(Mapping[str, T], Generic[T]):
     """Entries by name, ours first, in the order in which they were added."""
 
-    def __init__(self, group: str, ours: Sequence[str]) -> None:
+    def __init__(self, group: str, ours: Sequence[str] = ()) -> None:
         self.group = group
         """Of the entry points of packages."""
         self.ours = ours
@@ -62,9 +62,21 @@ class Registry(Generic[T]):
                 self._import(point)
         return self._found
 
-    def has(self, name: str) -> bool:
+    def has(self, name: object) -> bool:
         """Whether there is an entry of that name; packages are asked only where it is not ours."""
         return name in self.own() or name in self.all()
+
+    def __contains__(self, name: object) -> bool:
+        return self.has(name)
+
+    def __getitem__(self, name: str) -> T:
+        return self.own()[name] if name in self.own() else self.all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all())
+
+    def __len__(self) -> int:
+        return len(self.all())
 
     def _import(self, point: EntryPoint) -> None:
         before = dict(self._found), dict(self._homes)

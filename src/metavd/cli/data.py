@@ -28,7 +28,7 @@ def data_group() -> None:
 @click.option("--root", envvar="METAVD_DATA", default="data", show_default=True, metavar="DIR",
               help="Folder to put the files into.")  # fmt: skip
 def fetch_command(name: str, root: str) -> None:
-    """Download dataset NAME from its official place; sizes and checksums are verified, a broken download goes on."""
+    """Download dataset NAME from its official place; sizes and checksums are verified."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from ..data import formats

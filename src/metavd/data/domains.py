@@ -10,8 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn import functional
 
 from .partition import Federation, PartitionError, federate
 from .source import Domain, Source, SourceError
@@ -24,6 +22,9 @@ def resize(images: np.ndarray, channels: int, height: int, width: int) -> np.nda
     """Bring uint8 images (n, c, h, w) to another size (bilinear, smoothed when shrinking) and channel count."""
     if images.shape[1] not in (1, channels):
         raise SourceError(f"images with {images.shape[1]} channels cannot be brought to {channels}; only grey ones can")
+    import torch  # noqa: PLC0415 (takes a second, and few images are resized)
+    from torch.nn import functional  # noqa: PLC0415
+
     result = np.empty((len(images), channels, height, width), np.uint8)
     for start in range(0, len(images), _ROWS):
         part = images[start : start + _ROWS]

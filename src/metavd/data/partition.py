@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import SpecError
+from ..registry import Registry
 from .source import Source
 
 Partitioner = Callable[[np.ndarray, int, np.random.RandomState, np.ndarray | None], list[np.ndarray]]
@@ -187,32 +188,38 @@ def natural(*, least: int = 1) -> Partitioner:
     return deal
 
 
-class _Kind(NamedTuple):
+class PartitionKind(NamedTuple):
+    """A partition that can be asked for by name."""
+
     build: Callable[..., Partitioner]
+    """build(value, least=...), or build(least=...) where there is no value."""
     value: type | None
+    """The type of the value after the colon; None if there is none."""
     example: str
 
 
-_KINDS = {
-    "dirichlet": _Kind(dirichlet, float, "dirichlet:0.5"),
-    "iid": _Kind(iid, None, "iid"),
-    "shards": _Kind(shards, int, "shards:2"),
-    "quantity": _Kind(quantity, float, "quantity:1.0"),
-    "natural": _Kind(natural, None, "natural"),
-}
+PARTITIONS: Registry[PartitionKind] = Registry("metavd.partitions")
+"""Every partition by name; `PARTITIONS.add(name, PartitionKind(...), __name__)` in a file of your own adds one."""
+PARTITIONS.add("dirichlet", PartitionKind(dirichlet, float, "dirichlet:0.5"), __name__)
+PARTITIONS.add("iid", PartitionKind(iid, None, "iid"), __name__)
+PARTITIONS.add("shards", PartitionKind(shards, int, "shards:2"), __name__)
+PARTITIONS.add("quantity", PartitionKind(quantity, float, "quantity:1.0"), __name__)
+PARTITIONS.add("natural", PartitionKind(natural, None, "natural"), __name__)
 
 
 def parse(spec: str, *, least: int = 1) -> Partitioner:
-    """Return the partitioner that a text names: dirichlet:0.5, iid, shards:2, quantity:1.0 or natural.
+    """Return the partitioner that a text names: dirichlet:0.5, iid, shards:2, quantity:1.0, natural or one added.
 
     `least` is the number of rows that every client must get.
     """
     name, colon, text = str(spec).partition(":")
-    if name not in _KINDS:
-        close = difflib.get_close_matches(name.strip().lower(), _KINDS, n=2, cutoff=0.5) or list(_KINDS)
-        examples = " or ".join(_KINDS[other].example for other in close)
-        raise PartitionError(f"There is no partition {spec!r}; did you mean {examples}?")
-    kind = _KINDS[name]
+    if name not in PARTITIONS:
+        close = difflib.get_close_matches(name.strip().lower(), PARTITIONS, n=2, cutoff=0.5) or list(PARTITIONS)
+        examples = " or ".join(PARTITIONS[other].example for other in close)
+        raise PartitionError(
+            "; ".join([f"There is no partition {spec!r}", f"did you mean {examples}?", *PARTITIONS.broken])
+        )
+    kind = PARTITIONS[name]
     if kind.value is None:
         if colon:
             raise PartitionError(f"The partition {name} takes no value, but {spec!r} gives one; write {name}.")

@@ -169,7 +169,7 @@ def transform(
     Leading axes are free, so a batch, a client's batches and a cohort's all pass through the same function. Rows of a
     merged source need their domains (...) too, each of which has its own numbers.
     """
-    import torch  # noqa: PLC0415 (datasets can be listed without it)
+    import torch  # noqa: PLC0415 (takes a second, and datasets are listed, read and checked without it)
 
     dtype = dtype or torch.float32
     # Images carry their channel before two more axes, features on the last one.

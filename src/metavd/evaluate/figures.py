@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..registry import Registry
 from .answers import Answers
 from .calibration import Reliability, expected_error, maximum_error
 from .scores import batch_mean
@@ -199,18 +198,18 @@ class Figure:
 
 
 _SIGNS = {"higher": 1, "lower": -1, "": 0}
-_KNOWN: dict[str, Figure] = {}
+_KNOWN: Registry[Figure] = Registry(ENTRY_POINTS)
 
 
-def register(figure: Figure) -> Figure:
-    """Add a figure; its name must be new."""
-    if figure.name in _KNOWN or figure.name in {"intervals", "clients", "samples"}:
+def register(figure: Figure, module: str) -> Figure:
+    """Add a figure of a module; its name must be new."""
+    if figure.name in {"intervals", "clients", "samples"}:
         raise FigureError(f"there is a figure {figure.name!r} already; give yours another name")
     if not figure.name.isidentifier():
         raise FigureError(f"a figure is named {figure.name!r}, but a name is letters, digits and _, as in ece_top1")
     if figure.interval and not isinstance(figure.take, Rows):
         raise FigureError(f"{figure.name} cannot have an interval: only means over rows or clients have one")
-    _KNOWN[figure.name] = figure
+    _KNOWN.add(figure.name, figure, module)
     return figure
 
 
@@ -226,35 +225,22 @@ def figure(*, per: Literal["row", "group"] = "row", name: str = "", **about: Any
 
     def add(function: _Function) -> _Function:
         take = Rows(function) if per == "row" else Whole(function)
-        register(Figure(name=name or function.__name__, take=take, **about))
+        register(Figure(name=name or function.__name__, take=take, **about), function.__module__)
         return function
 
     return add
 
 
-@cache
-def _load() -> None:
-    """Let installed packages add theirs."""
-    for each in entry_points(group=ENTRY_POINTS):
-        try:
-            each.load()
-        except Exception as error:
-            raise FigureError(
-                f"the figures {each.name!r} ({each.value}) cannot be loaded: {type(error).__name__}: {error}; mend or "
-                "uninstall the package that has them"
-            ) from error
-
-
 def figures() -> Mapping[str, Figure]:
     """Return all figures by name, the package's own first."""
-    _load()
-    return _KNOWN
+    return _KNOWN.all()
 
 
 def get(name: str) -> Figure:
     """Return one figure, or say which there are."""
     if name not in figures():
-        raise FigureError(f"there is no figure {name!r}; choose from {', '.join(figures())}")
+        known = f"choose from {', '.join(figures())}"
+        raise FigureError("; ".join([f"there is no figure {name!r}", known, *_KNOWN.broken]))
     return figures()[name]
 
 
@@ -312,7 +298,7 @@ _SHARE: dict[str, Any] = {"unit": "%", "digits": 1, "high": 1.0}
 
 
 def _add(name: str, take: Take, help: str, **about: Any) -> None:
-    register(Figure(name=name, take=take, help=help, **about))
+    register(Figure(name=name, take=take, help=help, **about), __name__)
 
 
 def _add_accuracy(name: str, pool: Pool, help: str, **about: Any) -> None:

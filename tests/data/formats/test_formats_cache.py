@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from metavd.data.formats import cache as module
-from metavd.data.formats import load, load_npz
+from metavd.data.formats import load
 from metavd.data.source import SourceError
 
 
@@ -65,23 +65,23 @@ def test_second_load_does_not_read_the_files(make, rng, tmp_path, monkeypatch):
     """With a good copy the reader is not called."""
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
-    load_npz(made.files[0], cache=kept)
+    load("npz", made.files[0], cache=kept)
     monkeypatch.setattr(module, "_read", lambda _: pytest.fail("read again"))
-    load_npz(made.files[0], cache=kept)
+    load("npz", made.files[0], cache=kept)
 
 
 def test_mapped_rows_can_be_used_and_changed(make, rng, tmp_path):
     """Torch takes them without a warning, and a change in memory does not reach the file."""
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
-    load_npz(made.files[0], cache=kept)
-    data = load_npz(made.files[0], cache=kept)
+    load("npz", made.files[0], cache=kept)
+    data = load("npz", made.files[0], cache=kept)
     before = data.x.copy()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.from_numpy(data.x).zero_()
     assert data.x.max() == 0
-    np.testing.assert_array_equal(load_npz(made.files[0], cache=kept).x, before)
+    np.testing.assert_array_equal(load("npz", made.files[0], cache=kept).x, before)
 
 
 def test_changed_file_is_read_anew(make, rng, tmp_path):
@@ -89,14 +89,14 @@ def test_changed_file_is_read_anew(make, rng, tmp_path):
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
     path = made.files[0]
-    first = load_npz(path, cache=kept)
+    first = load("npz", path, cache=kept)
     status = path.stat()
     with np.load(path) as content:
         arrays = dict(content)
     arrays["images"] = 255 - arrays["images"]
     np.savez(path, **arrays)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    second = load_npz(path, cache=kept)
+    second = load("npz", path, cache=kept)
     np.testing.assert_array_equal(second.x, 255 - first.x)
     assert len(list(kept.iterdir())) == 1
 
@@ -118,18 +118,18 @@ def test_damaged_copy_is_noted_and_replaced(make, rng, tmp_path, name, how):
     """A copy that is not as it was written is never used, whichever of its files it is."""
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
-    right = load_npz(made.files[0])
-    load_npz(made.files[0], cache=kept)
+    right = load("npz", made.files[0])
+    load("npz", made.files[0], cache=kept)
     (folder,) = kept.iterdir()
     data = bytearray((folder / name).read_bytes())
     data[-7] ^= 1
     other = {"truncated": data[:-7], "empty": b"", "other": b"hello" * 100, "long": (folder / name).read_bytes() + b"0"}
     (folder / name).write_bytes(other.get(how, data))
     notes = []
-    equal(right, load_npz(made.files[0], cache=kept, note=notes.append))
+    equal(right, load("npz", made.files[0], cache=kept, note=notes.append))
     assert len(notes) == 1
     assert "damaged" in notes[0]
-    equal(right, load_npz(made.files[0], cache=kept, note=quiet))
+    equal(right, load("npz", made.files[0], cache=kept, note=quiet))
 
 
 @pytest.mark.parametrize("gone", ["x.npy", module.ABOUT])
@@ -137,10 +137,10 @@ def test_copy_that_is_half_removed_is_written_again(make, rng, tmp_path, gone):
     """Who removes a folder by hand may be stopped in the middle of it."""
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
-    load_npz(made.files[0], cache=kept)
+    load("npz", made.files[0], cache=kept)
     (folder,) = kept.iterdir()
     (folder / gone).unlink()
-    equal(load_npz(made.files[0]), load_npz(made.files[0], cache=kept, note=quiet))
+    equal(load("npz", made.files[0]), load("npz", made.files[0], cache=kept, note=quiet))
     assert (folder / gone).exists()
 
 
@@ -150,8 +150,8 @@ def test_folder_that_cannot_be_written(make, rng, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     notes = []
-    data = load_npz(made.files[0], cache=blocked / "cache", note=notes.append)
-    equal(load_npz(made.files[0]), data)
+    data = load("npz", made.files[0], cache=blocked / "cache", note=notes.append)
+    equal(load("npz", made.files[0]), data)
     assert "cannot keep a copy" in notes[0]
 
 
@@ -164,11 +164,11 @@ def test_full_disk(make, rng, tmp_path):
     code = f"""
         import resource, signal, sys
         from pathlib import Path
-        from metavd.data.formats import load_npz
+        from metavd.data.formats import load
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (800, 800))
         notes = []
-        data = load_npz(Path({str(made.files[0])!r}), cache=Path({str(tmp_path / "cache")!r}), note=notes.append)
+        data = load("npz", Path({str(made.files[0])!r}), cache=Path({str(tmp_path / "cache")!r}), note=notes.append)
         assert len(data.y) == 12 and data.x.sum() > 0
         assert len(notes) == 1 and "cannot keep a copy" in notes[0], notes
         assert not list(Path({str(tmp_path / "cache")!r}).iterdir())
@@ -180,7 +180,7 @@ def test_many_writers_at_once(make, rng, tmp_path):
     """Whoever writes last has written the same; every reader sees a whole file."""
     made = make.npz(tmp_path, rng, n=400)
     kept = tmp_path / "cache"
-    right = load_npz(made.files[0])
+    right = load("npz", made.files[0])
     faults = []
 
     def work():
@@ -188,7 +188,7 @@ def test_many_writers_at_once(make, rng, tmp_path):
             for _ in range(5):
                 for path in kept.glob(f"*/{module.ABOUT}"):
                     path.unlink(missing_ok=True)  # so that it is written again
-                equal(right, load_npz(made.files[0], cache=kept, note=quiet))
+                equal(right, load("npz", made.files[0], cache=kept, note=quiet))
         except BaseException as error:
             faults.append(error)
 
@@ -206,11 +206,11 @@ def test_two_processes_at_once(make, rng, tmp_path):
     made = make.npz(tmp_path, rng, n=400)
     code = f"""
         from pathlib import Path
-        from metavd.data.formats import load_npz
+        from metavd.data.formats import load
         def note(text): raise SystemExit(text)
         for _ in range(10):
             for path in Path({str(tmp_path / "cache")!r}).glob("*/{module.ABOUT}"): path.unlink(missing_ok=True)
-            data = load_npz(Path({str(made.files[0])!r}), cache=Path({str(tmp_path / "cache")!r}), note=note)
+            data = load("npz", Path({str(made.files[0])!r}), cache=Path({str(tmp_path / "cache")!r}), note=note)
             assert len(data.y) == 400
     """
     running = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)]) for _ in range(2)]
@@ -226,7 +226,7 @@ def test_file_that_changes_while_it_is_read(make, rng, tmp_path):
         made.files[0].write_bytes(b"other")
         return right
 
-    right = load_npz(made.files[0])
+    right = load("npz", made.files[0])
     notes = []
     data = module.cached(module.Plan(plan.name, plan.place, plan.files, read, {}), tmp_path / "cache", notes.append)
     assert data is right
@@ -238,4 +238,4 @@ def test_faults_of_the_data_stay_faults(tmp_path):
     """The cache swallows its own faults only."""
     (tmp_path / "a.npz").write_bytes(b"no")
     with pytest.raises(SourceError):
-        load_npz(tmp_path / "a.npz", cache=tmp_path / "cache")
+        load("npz", tmp_path / "a.npz", cache=tmp_path / "cache")

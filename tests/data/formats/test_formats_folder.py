@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from metavd.data.formats import load_folder
+from metavd.data.formats import load
 from metavd.data.source import SourceError
 
 
@@ -17,7 +17,7 @@ from metavd.data.source import SourceError
 def test_layouts_give_their_rows(*, make, rng, same, tmp_path, clients, split):
     """class/picture and client/class/picture, also below train/ and test/."""
     made = make.folder(tmp_path, rng, clients=clients, split=split)
-    data = load_folder(made.root)
+    data = load("folder", made.root)
     same(data, made.oracle())
     assert (data.name, data.num_classes) == ("photos", 2)
 
@@ -31,7 +31,7 @@ def test_classes_in_the_order_of_their_names(tmp_path):
     """Sorted by name, not by the file system's order."""
     for name, value in (("b", 2), ("a", 1), ("c", 3)):
         picture(tmp_path / name / "x.png", value=value)
-    data = load_folder(tmp_path)
+    data = load("folder", tmp_path)
     assert data.y.tolist() == [0, 1, 2]
     assert data.x[:, 0, 0, 0].tolist() == [1, 2, 3]
 
@@ -40,15 +40,15 @@ def test_grey_colour_and_transparent(tmp_path):
     """All grey: one channel. Mixed: three. Transparent: on white. `channels` decides otherwise."""
     picture(tmp_path / "a" / "1.png")
     picture(tmp_path / "b" / "1.png")
-    assert load_folder(tmp_path).x.shape == (2, 1, 4, 4)
-    assert load_folder(tmp_path, channels=3).x.shape == (2, 3, 4, 4)
+    assert load("folder", tmp_path).x.shape == (2, 1, 4, 4)
+    assert load("folder", tmp_path, channels=3).x.shape == (2, 3, 4, 4)
     picture(tmp_path / "b" / "2.png", (4, 4, 3), 9)
-    data = load_folder(tmp_path)
+    data = load("folder", tmp_path)
     assert data.x.shape == (3, 3, 4, 4)
     assert data.x[0].tolist() == np.full((3, 4, 4), 7).tolist()
-    assert load_folder(tmp_path, channels=1).x.shape == (3, 1, 4, 4)
+    assert load("folder", tmp_path, channels=1).x.shape == (3, 1, 4, 4)
     picture(tmp_path / "b" / "3.png", (4, 4, 4), 0)
-    assert load_folder(tmp_path).x[3].min() == 255
+    assert load("folder", tmp_path).x[3].min() == 255
 
 
 def test_sizes(tmp_path):
@@ -58,9 +58,9 @@ def test_sizes(tmp_path):
     with pytest.raises(
         SourceError, match=r"b/1.png: the picture has 5 x 5 pixels, but .*a/1.png has 6 x 4; pass a size"
     ):
-        load_folder(tmp_path)
-    assert load_folder(tmp_path, size=3).x.shape == (2, 1, 3, 3)
-    assert load_folder(tmp_path, size=(3, 2)).x.shape == (2, 1, 3, 2)
+        load("folder", tmp_path)
+    assert load("folder", tmp_path, size=3).x.shape == (2, 1, 3, 3)
+    assert load("folder", tmp_path, size=(3, 2)).x.shape == (2, 1, 3, 2)
 
 
 def test_notes_and_hidden_files_are_passed_over(tmp_path):
@@ -69,10 +69,10 @@ def test_notes_and_hidden_files_are_passed_over(tmp_path):
         picture(tmp_path / label / "1.png")
         (tmp_path / label / "notes.txt").write_text("hello")
         (tmp_path / label / ".DS_Store").write_bytes(b"x")
-    assert len(load_folder(tmp_path).y) == 2
+    assert len(load("folder", tmp_path).y) == 2
     (tmp_path / "a" / "2.heic").write_bytes(b"x")
     with pytest.raises(SourceError, match=r"a/2.heic: files of type .heic are not read"):
-        load_folder(tmp_path)
+        load("folder", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_faults_name_the_place(tmp_path, change, message):
         picture(tmp_path / label / "1.png")
     change(tmp_path)
     with pytest.raises(SourceError, match=message):
-        load_folder(tmp_path)
+        load("folder", tmp_path)
 
 
 def test_damaged_png_is_seen(tmp_path):
@@ -107,7 +107,7 @@ def test_damaged_png_is_seen(tmp_path):
     data[60] ^= 1
     path.write_bytes(data)
     with pytest.raises(SourceError, match=r"dog/1.png: this is no readable picture"):
-        load_folder(tmp_path)
+        load("folder", tmp_path)
 
 
 def test_sixteen_bits_are_refused(tmp_path):
@@ -116,7 +116,7 @@ def test_sixteen_bits_are_refused(tmp_path):
     (tmp_path / "b").mkdir()
     Image.fromarray(np.full((4, 4), 5000, np.uint16)).save(tmp_path / "b/1.png")
     with pytest.raises(SourceError, match="more than 8 bits"):
-        load_folder(tmp_path)
+        load("folder", tmp_path)
 
 
 def test_no_folder(tmp_path):
@@ -125,4 +125,4 @@ def test_no_folder(tmp_path):
     for root, message in ((tmp_path / "a", "a folder of pictures is needed"), (tmp_path / "b", "no such file"),
                           (tmp_path, "there is no picture at")):  # fmt: skip
         with pytest.raises(SourceError, match=message):
-            load_folder(root)
+            load("folder", root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,17 @@ def test_sixty_spoilt_datasets_and_all_hostile_ones():
 
 def test_a_wrong_reader_is_found_out(make, rng, tmp_path):
     """The judge can fail: content that differs, and a refusal that should not be."""
+    spec = importlib.util.spec_from_file_location("fuzz_data", SCRIPT)
+    fuzz = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fuzz)
     made = make.npz(tmp_path, rng)
     rows = made.oracle()
     other = rows._replace(y=1 - rows.y)
-    with pytest.raises(make.Failed, match="y is not what the files hold"):
-        make.judge(made.name, made.root, made.options, lambda: other, None)
+    with pytest.raises(fuzz.Failed, match="y is not what the files hold"):
+        fuzz.judge(made.name, made.root, made.options, lambda: other, None)
     made.files[0].write_bytes(b"spoilt")
-    with pytest.raises(make.Failed, match="refused a good file"):
-        make.judge(made.name, made.root, made.options, made.oracle, True)
-    result, fault = make.guarded(lambda: 1 / 0)
+    with pytest.raises(fuzz.Failed, match="refused a good file"):
+        fuzz.judge(made.name, made.root, made.options, made.oracle, True)
+    result, fault = fuzz.guarded(lambda: 1 / 0)
     assert result is None
     assert "ZeroDivisionError" in fault

@@ -7,7 +7,7 @@ import gzip
 import numpy as np
 import pytest
 
-from metavd.data.formats import FileError, load_emnist, load_fashion_mnist, load_mnist
+from metavd.data.formats import FileError, load
 from metavd.data.formats.idx import read_idx
 from metavd.data.source import SourceError
 
@@ -17,25 +17,25 @@ from metavd.data.source import SourceError
 def test_mnist_gives_its_rows(*, make, rng, same, tmp_path, packed, writers):
     """Gzipped or not; with QMNIST's files the writers are the clients."""
     made = make.idx(tmp_path, rng, packed=packed, writers=writers)
-    data = load_mnist(tmp_path)
+    data = load("mnist", tmp_path)
     same(data, made.oracle())
     assert (data.num_classes, data.mean, data.std, data.augment) == (10, (0.1307,), (0.3081,), False)
-    assert load_mnist(tmp_path, writers="no").client is None
-    assert load_mnist(tmp_path / "MNIST/raw").y.tolist() == data.y.tolist()
+    assert load("mnist", tmp_path, writers="no").client is None
+    assert load("mnist", tmp_path / "MNIST/raw").y.tolist() == data.y.tolist()
 
 
 def test_mnist_by_writer_npz(make, rng, same, tmp_path):
     """mnist_by_writer.npz is MNIST with writers, and its official test rows."""
     made = make.npz(tmp_path, rng, kind="writer")
-    same(load_mnist(tmp_path), made.oracle())
-    assert load_mnist(tmp_path, writers="no").client is None
+    same(load("mnist", tmp_path), made.oracle())
+    assert load("mnist", tmp_path, writers="no").client is None
 
 
 def test_fashion_mnist(make, rng, same, tmp_path):
     """The same files in another folder, with 0.5 and 0.5; MNIST beside it is not mistaken for it."""
     made = make.idx(tmp_path, rng, name="fashion-mnist")
     make.idx(tmp_path, rng, name="mnist")
-    data = load_fashion_mnist(tmp_path)
+    data = load("fashion-mnist", tmp_path)
     same(data, made.oracle())
     assert (data.mean, data.std, data.num_classes) == ((0.5,), (0.5,), 10)
 
@@ -44,15 +44,15 @@ def test_fashion_mnist(make, rng, same, tmp_path):
 def test_emnist(make, rng, same, tmp_path, archive):
     """Letters are numbered from 1 and stored transposed; NIST's gzip.zip is read as it is."""
     made = make.idx(tmp_path, rng, name="emnist", archive=archive)
-    data = load_emnist(tmp_path, split="letters")
+    data = load("emnist", tmp_path, split="letters")
     same(data, made.oracle())
     assert data.num_classes == 26
-    lying = load_emnist(tmp_path, split="letters", upright=False)
+    lying = load("emnist", tmp_path, split="letters", upright=False)
     np.testing.assert_array_equal(lying.x.swapaxes(2, 3), data.x)
     with pytest.raises(SourceError, match="emnist-byclass"):
-        load_emnist(tmp_path)
+        load("emnist", tmp_path)
     with pytest.raises(SourceError, match="split is 'all', but it must be byclass or"):
-        load_emnist(tmp_path, split="all")
+        load("emnist", tmp_path, split="all")
 
 
 def test_writers_of_other_images_are_refused(make, rng, tmp_path):
@@ -62,7 +62,7 @@ def test_writers_of_other_images_are_refused(make, rng, tmp_path):
     data[12 + 32 * 3 + 3] ^= 1
     made.files[4].write_bytes(data)
     with pytest.raises(FileError, match=r"qmnist-train-labels-idx2-int, byte 108: row 3 is a \d, but the image is"):
-        load_mnist(tmp_path)
+        load("mnist", tmp_path)
 
 
 def test_half_the_writers_are_refused(make, rng, tmp_path):
@@ -70,11 +70,11 @@ def test_half_the_writers_are_refused(make, rng, tmp_path):
     made = make.idx(tmp_path, rng, writers=True)
     made.files[5].unlink()
     with pytest.raises(SourceError, match="no qmnist-test-labels-idx2-int"):
-        load_mnist(tmp_path)
+        load("mnist", tmp_path)
     made.files[4].unlink()
-    assert load_mnist(tmp_path).client is None
+    assert load("mnist", tmp_path).client is None
     with pytest.raises(SourceError, match="writers are asked for"):
-        load_mnist(tmp_path, writers="yes")
+        load("mnist", tmp_path, writers="yes")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -98,9 +98,9 @@ def test_faults_name_file_and_byte(make, rng, tmp_path, packed):
         before = file.read_bytes()
         file.write_bytes(pack(data))
         with pytest.raises(FileError, match=message):
-            load_mnist(tmp_path)
+            load("mnist", tmp_path)
         file.write_bytes(before)
-    load_mnist(tmp_path)
+    load("mnist", tmp_path)
 
 
 def test_gzip_faults(make, rng, tmp_path):
@@ -109,10 +109,10 @@ def test_gzip_faults(make, rng, tmp_path):
     whole = made.files[0].read_bytes()
     made.files[0].write_bytes(whole[:-9])
     with pytest.raises(FileError, match="gzip stream is cut off"):
-        load_mnist(tmp_path)
+        load("mnist", tmp_path)
     made.files[0].write_bytes(whole[:-8] + b"\0\0\0\0" + whole[-4:])
     with pytest.raises(FileError, match="gzip's checksum is damaged"):
-        load_mnist(tmp_path)
+        load("mnist", tmp_path)
 
 
 def test_missing_file_is_named(make, rng, tmp_path):
@@ -120,10 +120,10 @@ def test_missing_file_is_named(make, rng, tmp_path):
     made = make.idx(tmp_path, rng)
     made.files[3].unlink()
     with pytest.raises(FileError, match=r"t10k-labels-idx1-ubyte: this file \(.gz or not\) is missing"):
-        load_mnist(tmp_path)
-    for load in (load_fashion_mnist, load_emnist):
+        load("mnist", tmp_path)
+    for name in ("fashion-mnist", "emnist"):
         with pytest.raises(SourceError, match="metavd data fetch"):
-            load(tmp_path)
+            load(name, tmp_path)
 
 
 def test_big_endian_numbers(make, tmp_path):

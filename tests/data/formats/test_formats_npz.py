@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from metavd.data.formats import FileError, load_npz
+from metavd.data.formats import FileError, load
 from metavd.data.source import SourceError
 
 
@@ -16,10 +16,10 @@ from metavd.data.source import SourceError
 def test_layouts_give_their_rows(*, make, rng, same, tmp_path, kind, packed):
     """Images with channels last, features, and mnist_by_writer.npz, compressed or not."""
     made = make.npz(tmp_path, rng, kind=kind, packed=packed)
-    data = load_npz(made.files[0])
+    data = load("npz", made.files[0])
     same(data, made.oracle())
     assert data.name == made.files[0].stem
-    assert load_npz(tmp_path, name="mine").name == "mine"
+    assert load("npz", tmp_path, name="mine").name == "mine"
 
 
 @pytest.mark.parametrize("keys", [("images", "label"), ("features", "labels"), ("x", "y")])
@@ -27,7 +27,7 @@ def test_every_key(tmp_path, keys):
     """Images, features or x; label, labels or y."""
     path = tmp_path / "a.npz"
     np.savez(path, **{keys[0]: np.arange(8.0).reshape(4, 2), keys[1]: [[0], [1], [0], [1]]})
-    assert load_npz(path).y.tolist() == [0, 1, 0, 1]
+    assert load("npz", path).y.tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_every_key(tmp_path, keys):
 def test_every_kind_of_split(tmp_path, split, right):
     """0 and 1, bool, or words."""
     np.savez(tmp_path / "a.npz", x=np.eye(4), y=[0, 1, 0, 1], split=split)
-    assert load_npz(tmp_path).test.tolist() == right
+    assert load("npz", tmp_path).test.tolist() == right
 
 
 def test_channels(tmp_path):
@@ -51,11 +51,11 @@ def test_channels(tmp_path):
     x = np.arange(4 * 3 * 4 * 3, dtype=np.uint8).reshape(4, 3, 4, 3)
     np.savez(path, images=x, label=[0, 1, 0, 1])
     with pytest.raises(FileError, match=r"shape \(4, 3, 4, 3\), which does not tell where the channels are"):
-        load_npz(path)
-    np.testing.assert_array_equal(load_npz(path, channels="first").x, x)
-    np.testing.assert_array_equal(load_npz(path, channels="last").x, x.transpose(0, 3, 1, 2))
+        load("npz", path)
+    np.testing.assert_array_equal(load("npz", path, channels="first").x, x)
+    np.testing.assert_array_equal(load("npz", path, channels="last").x, x.transpose(0, 3, 1, 2))
     with pytest.raises(SourceError, match="channels is 'middle'"):
-        load_npz(path, channels="middle")
+        load("npz", path, channels="middle")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_faults_name_the_file(tmp_path, content, message):
     path = tmp_path / "mine.npz"
     np.savez(path, **content)
     with pytest.raises(SourceError, match=message) as caught:
-        load_npz(path)
+        load("npz", path)
     assert str(caught.value).startswith(str(path))
 
 
@@ -92,23 +92,23 @@ def test_damage_is_seen(make, rng, tmp_path):
     spoilt[400] ^= 1
     path.write_bytes(spoilt)
     with pytest.raises(FileError, match=r"Bad CRC-32|cannot be read"):
-        load_npz(path)
+        load("npz", path)
     path.write_bytes(whole[:-100])
     with pytest.raises(FileError, match="the zip archive cannot be read"):
-        load_npz(path)
+        load("npz", path)
     np.save(tmp_path / "b.npy", np.eye(3))
     with pytest.raises(FileError, match="is not a zip file"):
-        load_npz(tmp_path / "b.npy")
+        load("npz", tmp_path / "b.npy")
 
 
 def test_one_of_several_must_be_named(make, rng, tmp_path):
     """A folder stands for the only .npz in it."""
     with pytest.raises(SourceError, match=r"no .npz file"):
-        load_npz(tmp_path)
+        load("npz", tmp_path)
     make.npz(tmp_path, rng)
     make.npz(tmp_path, rng, kind="celeba")
     with pytest.raises(SourceError, match=r"2 .npz files, celeba32.npz first"):
-        load_npz(tmp_path)
+        load("npz", tmp_path)
 
 
 def test_size_that_a_file_cannot_have(tmp_path):
@@ -119,4 +119,4 @@ def test_size_that_a_file_cannot_have(tmp_path):
         archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
         archive.writestr("y.npy", b"")
     with pytest.raises(FileError, match="takes 79999999992 bytes, but it holds 0"):
-        load_npz(path)
+        load("npz", path)

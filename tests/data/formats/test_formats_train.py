@@ -7,12 +7,16 @@ import metavd
 from metavd.data.collection import load
 
 CASES = {
-    "cifar10 binary": ("cifar", {"kind": 10, "version": "binary", "packed": False, "n": 20}, "cifar10:subset=yes"),
-    "cifar10 python": ("cifar", {"kind": 10, "version": "python", "packed": True, "n": 20}, "cifar10:subset=yes"),
-    "cifar100 binary": ("cifar", {"kind": 100, "version": "binary", "packed": True, "n": 40}, "cifar100:subset=yes"),
+    "cifar10 binary": ("cifar", {"kind": 10, "version": "binary", "n": 20}, "cifar10:subset=yes"),
+    "cifar10 python": ("cifar", {"kind": 10, "version": "python", "packed": "tar.gz", "n": 20}, "cifar10:subset=yes"),
+    "cifar100 binary": (
+        "cifar",
+        {"kind": 100, "version": "binary", "packed": "tar.gz", "n": 40},
+        "cifar100:subset=yes",
+    ),
     "cifar100 python": (
         "cifar",
-        {"kind": 100, "version": "python", "packed": False, "n": 40},
+        {"kind": 100, "version": "python", "n": 40},
         "cifar100:subset=yes,labels=coarse",
     ),
     "femnist": ("femnist", {"users": 5}, "femnist"),

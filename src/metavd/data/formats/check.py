@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,6 @@ from .registry import FORMATS, OWN, Info
 
 MAX_PROBLEMS = 20
 """How many are written out; all are counted."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One fault."""
-
-    message: str
-    path: Path | None = None
-    offset: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,14 +56,15 @@ class Finding:
         return "; ".join(words) + "."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """What `check` found."""
 
     path: Path
-    findings: tuple[Finding, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...] = ()
+    findings: list[Finding] = field(default_factory=list)
+    problems: list[SourceError] = field(default_factory=list)
+    """A `FileError` among them knows its path and its byte."""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -81,7 +73,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
-        lines += [f"wrong: {problem.message}" for problem in self.problems[:MAX_PROBLEMS]]
+        lines += [f"wrong: {problem}" for problem in self.problems[:MAX_PROBLEMS]]
         if len(self.problems) > MAX_PROBLEMS:
             lines.append(f"wrong: and {len(self.problems) - MAX_PROBLEMS} more faults.")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -90,194 +82,166 @@ class Report:
 def check(path: Path | str) -> Report:
     """Say what a file or a folder holds. Everything is read, and reading goes on after a fault."""
     path = Path(path)
+    report = Report(path)
     try:
         need_folder(path)
-        return _check_file(path) if not path.is_dir() else _check_folder(path)
+        (_check_folder if path.is_dir() else _check_file)(path, report)
     except SourceError as error:
-        return Report(path, (), (_problem(error),))
+        report.problems.append(error)
+    return report
 
 
-def _problem(error: SourceError) -> Problem:
-    if isinstance(error, FileError):
-        return Problem(str(error), error.path, error.offset)
-    return Problem(str(error))
-
-
-def describe(name: str, place: Path, data: Source) -> Finding:
-    """Return a loaded dataset's numbers."""
-    counts = np.bincount(data.y, minlength=data.num_classes)
-    counts = counts[counts > 0]
-    axes = (0, *range(2, data.x.ndim))
-    # Row by row blocks: a float64 copy of the whole may not fit.
-    blocks = np.array_split(np.arange(len(data.x)), max(1, data.x.nbytes // (64 << 20)))
-    sums = sum((data.x[block[0] : block[-1] + 1].sum(axes, dtype=np.float64) for block in blocks), np.zeros(1))
-    means = np.asarray(sums) / (len(data.x) * int(np.prod(data.x.shape[2:]))) * data.scale
+def _finding(
+    name: str, place: Path, x: np.ndarray, y: np.ndarray | None, *, means: tuple[float, ...] = (),
+    clients: int | None = None, test_rows: int | None = None, like: str | None = None,
+) -> Finding:  # fmt: skip
+    """Return the numbers of rows and labels; `like` is the type where x is none but a stand-in."""
+    counts = None if y is None else np.unique(y, return_counts=True)[1]
     return Finding(
-        name=name,
-        place=place,
-        rows=len(data.y),
-        classes=len(counts),
-        clients=None if data.client is None else len(np.unique(data.client)),
-        test_rows=None if data.test is None else int(data.test.sum()),
-        shape=data.x.shape[1:],
-        dtype=str(data.x.dtype),
-        low=float(data.x.min()),
-        high=float(data.x.max()),
-        smallest_class=int(counts.min()),
-        largest_class=int(counts.max()),
-        means=tuple(float(mean) for mean in means) if data.x.ndim == 4 else (),
-    )
+        name, place, len(x), None if counts is None else len(counts), clients, test_rows, x.shape[1:],
+        like or str(x.dtype), 0 if like else float(x.min()), 255 if like else float(x.max()),
+        None if counts is None else int(counts.min(initial=len(x))),
+        None if counts is None else int(counts.max(initial=0)), means,
+    )  # fmt: skip
 
 
 # A folder
 
 
-def _check_folder(root: Path) -> Report:
-    findings: list[Finding] = []
-    problems: list[Problem] = []
-    notes: list[str] = []
-    plans = list(_plans(root, problems))
+def _check_folder(root: Path, report: Report) -> None:
+    plans = _plans(root, report)
     for info, plan in plans:
-        _read(info.name, plan, findings, problems, notes)
-    if not plans and not problems:
-        try:
-            info = FORMATS["folder"]
-            _read(info.name, info.plan(root), findings, problems, notes)
-        except SourceError as error:
-            problems.append(_problem(error))
-    return Report(root, tuple(findings), tuple(problems), tuple(notes))
+        _read(info.name, plan, report)
+    if not plans and not report.problems:
+        _read("folder", FORMATS["folder"].plan(root), report)
 
 
-def _plans(root: Path, problems: list[Problem]) -> list[tuple[Info, Plan]]:
+def _plans(root: Path, report: Report) -> list[tuple[Info, Plan]]:
     """Return every dataset that root holds by the names of its files; one that is incomplete is a problem."""
     found: list[tuple[Info, Plan]] = []
     taken: set[Path] = set()
-    for info in FORMATS.values():
-        if info.name in OWN or not info.files:
+    for name in FORMATS:
+        if name in OWN:
             continue
-        for options in info.variants:
-            try:
-                plan = info.plan(root, **options)
-            except FileError as error:
-                problems.append(_problem(error))
-                break
-            except SourceError:
-                continue  # it is not here
-            else:
-                if plan.files[0] not in taken:  # MNIST's and Fashion-MNIST's files have the same names
-                    taken.update(plan.files)
-                    found.append((info, plan))
-                break
-    for path in sorted(root.glob("*.npz")):
-        if path not in taken:
-            found.append((FORMATS["npz"], FORMATS["npz"].plan(path)))
-    return found
+        try:
+            info = FORMATS[name]
+            plan = _plan(info, root)
+        except FileError as error:
+            report.problems.append(error)
+        except SourceError as error:  # of a package that cannot be imported
+            report.notes.append(str(error))
+        else:
+            if plan is not None and plan.files[0] not in taken:  # MNIST's and Fashion-MNIST's files have the same names
+                taken.update(plan.files)
+                found.append((info, plan))
+    others = [path for path in sorted(root.glob("*.npz")) if path not in taken]
+    return [*found, *((FORMATS["npz"], FORMATS["npz"].plan(path)) for path in others)]
 
 
-def _read(name: str, plan: Plan, findings: list[Finding], problems: list[Problem], notes: list[str]) -> None:
-    faults: list[Problem] = []
-    data = None
+def _plan(info: Info, root: Path) -> Plan | None:
+    """Return a dataset under the first of its variants that is here."""
+    for options in info.variants if info.files else ():
+        try:
+            return info.plan(root, **options)
+        except FileError:
+            raise
+        except SourceError:
+            continue
+    return None
+
+
+def _read(name: str, plan: Plan, report: Report) -> None:
     try:
-        data = plan.read(lambda error: faults.append(_problem(error)))
+        data = plan.read(report.problems.append)
     except SourceError as error:
-        faults.append(_problem(error))
-    except MemoryError:
-        faults.append(Problem(f"{plan.place}: the dataset does not fit into memory."))
-    problems.extend(faults)
-    if data is None:
+        report.problems.append(error)
         return
-    findings.append(describe(name, plan.place, data))
-    if data.client is not None:
-        single = int((np.unique(data.client, return_counts=True)[1] == 1).sum())
-        if single:
-            notes.append(f"{plan.place}: {single} clients have one row only, too few to train and to test on.")
+    except MemoryError:
+        report.problems.append(SourceError(f"{plan.place}: the dataset does not fit into memory."))
+        return
+    if data is not None:
+        report.findings.append(describe(name, plan.place, data))
+        report.notes.extend(f"{plan.place}: {note}" for note in _notes(plan, data))
+
+
+def describe(name: str, place: Path, data: Source) -> Finding:
+    """Return a loaded dataset's numbers."""
+    axes = (0, *range(2, data.x.ndim))
+    # Row by row blocks: a float64 copy of the whole may not fit.
+    blocks = np.array_split(np.arange(len(data.x)), max(1, data.x.nbytes // (64 << 20)))
+    sums = sum((data.x[block[0] : block[-1] + 1].sum(axes, dtype=np.float64) for block in blocks), np.zeros(1))
+    means = np.asarray(sums) / (len(data.x) * int(np.prod(data.x.shape[2:]))) * data.scale
+    return _finding(
+        name, place, data.x, data.y,
+        means=tuple(float(mean) for mean in means) if data.x.ndim == 4 else (),
+        clients=None if data.client is None else len(np.unique(data.client)),
+        test_rows=None if data.test is None else int(data.test.sum()),
+    )  # fmt: skip
+
+
+def _notes(plan: Plan, data: Source) -> list[str]:
+    """Return what is no fault but good to know."""
+    notes = []
+    single = 0 if data.client is None else int((np.unique(data.client, return_counts=True)[1] == 1).sum())
+    if single:
+        notes.append(f"{single} clients have one row only, too few to train and to test on.")
     missing = data.num_classes - len(np.unique(data.y))
     if missing:
-        notes.append(f"{plan.place}: {missing} of {data.num_classes} classes have no row.")
-    gaps = _gaps(plan.files)
-    if gaps:
-        notes.append(f"{plan.place}: {gaps[0]} is missing between the numbers of the other files.")
-    if plan.place.suffix == ".npz":
-        other = set(npz.keys(plan.place)) - {key for keys in npz.KEYS.values() for key in keys}
-        if other:
-            notes.append(f"{plan.place}: {', '.join(sorted(other)[:8])} in it is not read.")
+        notes.append(f"{missing} of {data.num_classes} classes have no row.")
+    gap = _gap(plan.files)
+    if gap:
+        notes.append(f"{gap} is missing between the numbers of the other files.")
+    known = {key for keys in npz.KEYS.values() for key in keys}
+    other = sorted(set(npz.keys(plan.place)) - known) if plan.place.suffix == ".npz" else []
+    if other:
+        notes.append(f"{', '.join(other[:8])} in it is not read.")
+    return notes
 
 
-def _gaps(files: tuple[Path, ...]) -> list[str]:
-    """Return names that LEAF's numbering of its shards leaves out; nothing else would show that one is missing."""
-    found = [re.fullmatch(r"(all_data_)(\d{1,6})(.*\.json)", path.name) for path in files]
-    numbers = {int(match[2]) for match in found if match is not None}
-    last = next((match for match in reversed(found) if match is not None), None)
-    if last is None or len(numbers) == max(numbers) + 1:
-        return []
-    return [f"{last[1]}{number}{last[3]}" for number in range(max(numbers)) if number not in numbers]
+def _gap(files: tuple[Path, ...]) -> str | None:
+    """Return a name that LEAF's numbering of its shards leaves out; nothing else would show that one is missing."""
+    found = [match for path in files if (match := re.fullmatch(r"(all_data_)(\d{1,6})(.*\.json)", path.name))]
+    numbers = {int(match[2]) for match in found}
+    lost = next((number for number in range(max(numbers, default=0)) if number not in numbers), None)
+    return None if lost is None else f"{found[-1][1]}{lost}{found[-1][3]}"
 
 
 # A single file
 
 
-def _check_file(path: Path) -> Report:
-    findings: list[Finding] = []
-    problems: list[Problem] = []
-    notes: list[str] = []
+def _check_file(path: Path, report: Report) -> None:
     layout = cifar.layout_of(path)
-    name = path.name
     with open_stream(path, MAX_FILE) as stream:
         head = stream.read(2)
     if layout is not None:
         batch = cifar.parse(path, read_bytes(path, cifar.MAX_BATCH), layout)
-        findings.append(_table(f"a file of {layout.name}", path, batch.x, batch.y))
-    elif name.endswith((".tar.gz", ".tar", ".tgz")) or path.suffix == ".zip":
-        matched = False
-        for info in FORMATS.values():
-            if info.name.startswith(("cifar", "emnist")):
-                for options in info.variants:
-                    try:
-                        plan = info.plan(path, **options)
-                    except SourceError:
-                        continue
-                    matched = True
-                    _read(info.name, plan, findings, problems, notes)
-                    break
-        if not matched:
-            problems.append(Problem(f"{path}: this archive's name is none of a known dataset's.", path))
+        report.findings.append(_finding(f"a file of {layout.name}", path, batch.x, batch.y))
+    elif path.name.endswith((".tar.gz", ".tar", ".tgz", ".zip")):
+        _check_archive(path, report)
     elif path.suffix == ".npz":
-        _read("npz", FORMATS["npz"].plan(path), findings, problems, notes)
+        _read("npz", FORMATS["npz"].plan(path), report)
     elif path.suffix == ".json":
         users = read_shard(path)
-        rows = sum(len(user.y) for user in users)
-        labels = np.concatenate([user.y for user in users]) if rows else np.empty(0, np.int64)
-        counts = np.unique(labels, return_counts=True)[1]
-        kinds = sorted({user.kind for user in users})
-        findings.append(
-            Finding("a LEAF shard", path, rows, len(counts), len(users), None, (), "/".join(kinds), 0, 255,
-                    int(counts.min(initial=rows)), int(counts.max(initial=0)))
-        )  # fmt: skip
+        labels = np.concatenate([np.empty(0, np.int64), *(user.y for user in users)])
+        kinds = "/".join(sorted({user.kind for user in users}))
+        report.findings.append(_finding("a LEAF shard", path, labels, labels, clients=len(users), like=kinds))
     elif path.suffix.lower() in SUFFIXES:
-        picture = open_picture(path)
-        pixels = np.asarray(picture)
-        findings.append(_table("a picture", path, pixels[None], None))
-    elif "idx" in name or head == b"\0\0":
+        report.findings.append(_finding("a picture", path, np.asarray(open_picture(path))[None], None))
+    elif "idx" in path.name or head == b"\0\0":
         values = read_idx(path)
-        findings.append(_table("an idx file", path, values, values if values.ndim == 1 else None))
+        report.findings.append(_finding("an idx file", path, values, values if values.ndim == 1 else None))
     else:
-        problems.append(Problem(f"{path}: this is no file of a known format.", path, 0))
-    return Report(path, tuple(findings), tuple(problems), tuple(notes))
+        report.problems.append(FileError(path, "this is no file of a known format.", 0))
 
 
-def _table(name: str, path: Path, x: np.ndarray, y: np.ndarray | None) -> Finding:
-    counts = None if y is None else np.unique(y, return_counts=True)[1]
-    return Finding(
-        name=name,
-        place=path,
-        rows=len(x),
-        classes=None if counts is None else len(counts),
-        clients=None,
-        test_rows=None,
-        shape=x.shape[1:],
-        dtype=str(x.dtype),
-        low=float(x.min()),
-        high=float(x.max()),
-        smallest_class=None if counts is None else int(counts.min()),
-        largest_class=None if counts is None else int(counts.max()),
-    )
+def _check_archive(path: Path, report: Report) -> None:
+    for name in FORMATS:
+        if name.startswith(("cifar", "emnist")):
+            try:
+                plan = _plan(FORMATS[name], path)
+            except FileError:
+                continue  # an archive of another name
+            if plan is not None:
+                _read(name, plan, report)
+                return
+    report.problems.append(FileError(path, "this archive's name is none of a known dataset's."))

@@ -8,7 +8,7 @@ carry no counts, so a file that was cut between two records looks whole: the off
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,23 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..source import Source, SourceError
-from . import plainpickle
-from .cache import Note, cached, log
-from .files import (
-    MIB,
-    FileError,
-    Plan,
-    Report,
-    attempt,
-    choice,
-    exists,
-    first_folder,
-    join,
-    need_folder,
-    read_bytes,
-    source,
-    tar_files,
-)
+from . import files, plainpickle
+from .files import MIB, FileError, Plan, Report, attempt, check_labels, choice, each, need_folder, read_bytes, refuse
+from .registry import PHOTOS, dataset
 
 PIXELS = 3 * 32 * 32
 MAX_BATCH = 256 * MIB
@@ -47,45 +33,36 @@ class _Layout:
     name: str
     folder: str
     archives: tuple[str, ...]
-    train: tuple[str, ...]
-    test: str
-    per_file: int
-    """Official records a train file; the test file has 10,000."""
+    names: tuple[str, ...]
+    """The train files and, last, the test file."""
     pickled: bool
-    coarse: bool = False
+    labels: tuple[tuple[str, int], ...]
+    """What labels a record has, in their order, and how many classes they tell apart."""
+    chosen: int = -1
+    """Which of those labels is used."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.train, self.test)
 
-    @property
-    def num_classes(self) -> int:
-        return 10 if self.name == "cifar10" else (20 if self.coarse else 100)
-
-    @property
-    def label_bytes(self) -> int:
-        return 1 if self.name == "cifar10" else 2
+def _layouts(name: str, folders: tuple[str, str], names: tuple[str, ...], *labels: tuple[str, int]) -> list[_Layout]:
+    stem = name.replace("cifar", "cifar-")
+    binary = tuple(f"{each}.bin" for each in names)
+    return [
+        _Layout(name, folder, (f"{stem}-{version}.tar.gz", f"{stem}-{version}.tar"), files, version == "python", labels)
+        for folder, version, files in zip(folders, ("binary", "python"), (binary, names), strict=True)
+    ]
 
 
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
-_CIFAR10 = (
-    _Layout("cifar10", "cifar-10-batches-bin", ("cifar-10-binary.tar.gz", "cifar-10-binary.tar"),
-            tuple(f"{name}.bin" for name in _BATCHES), "test_batch.bin", 10_000, False),
-    _Layout("cifar10", "cifar-10-batches-py", ("cifar-10-python.tar.gz", "cifar-10-python.tar"),
-            _BATCHES, "test_batch", 10_000, True),
-)  # fmt: skip
-_CIFAR100 = (
-    _Layout("cifar100", "cifar-100-binary", ("cifar-100-binary.tar.gz", "cifar-100-binary.tar"),
-            ("train.bin",), "test.bin", 50_000, False),
-    _Layout("cifar100", "cifar-100-python", ("cifar-100-python.tar.gz", "cifar-100-python.tar"),
-            ("train",), "test", 50_000, True),
-)  # fmt: skip
+_CIFAR10 = _layouts("cifar10", ("cifar-10-batches-bin", "cifar-10-batches-py"), (*_BATCHES, "test_batch"),
+                    ("labels", 10))  # fmt: skip
+_CIFAR100 = _layouts("cifar100", ("cifar-100-binary", "cifar-100-python"), ("train", "test"),
+                     ("coarse_labels", 20), ("fine_labels", 100))  # fmt: skip
 
 # ImageNet's for CIFAR-10 and its own for CIFAR-100, as the paper's code has them.
 _MOMENTS = {
     "cifar10": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "cifar100": ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)),
 }
+_SUBSET = "accept another number of records than the official one"
 
 
 class Batch(NamedTuple):
@@ -95,124 +72,93 @@ class Batch(NamedTuple):
     y: np.ndarray
 
 
-def load_cifar10(root: Path | str, *, subset: bool = False, cache: Path | None = None, note: Note = log) -> Source:
-    """Return CIFAR-10 from the files below root: binary or python version, folder or archive.
-
-    Args:
-        root: the folder that holds cifar-10-batches-bin, cifar-10-batches-py, cifar-10-binary.tar.gz or
-            cifar-10-python.tar.gz, one of those folders, or one of those archives.
-        subset: accept another number of records than the official one.
-        cache: folder for the cached copy; None reads the files.
-        note: told why a copy could not be kept.
-    """
-    return cached(plan_cifar10(root, subset=subset), cache, note)
-
-
-def load_cifar100(
-    root: Path | str,
-    *,
-    labels: str = "fine",
-    subset: bool = False,
-    cache: Path | None = None,
-    note: Note = log,
-) -> Source:
-    """Return CIFAR-100, likewise; `labels` are "fine" (100 classes) or "coarse" (20)."""
-    return cached(plan_cifar100(root, labels=labels, subset=subset), cache, note)
-
-
+@dataset(
+    "cifar10",
+    "60,000 photographs, 32 x 32 pixels, 10 classes; binary or python version, folder or archive",
+    options={"subset": _SUBSET},
+    defaults=PHOTOS,
+)
 def plan_cifar10(root: Path | str, *, subset: bool = False) -> Plan:
     """Find CIFAR-10's files."""
     return _plan(need_folder(root), _CIFAR10, subset, {"subset": subset})
 
 
+@dataset(
+    "cifar100",
+    "60,000 photographs, 32 x 32 pixels, 100 classes; binary or python version, folder or archive",
+    options={"labels": "fine (100 classes) or coarse (20)", "subset": _SUBSET},
+    defaults=PHOTOS,
+)
 def plan_cifar100(root: Path | str, *, labels: str = "fine", subset: bool = False) -> Plan:
     """Find CIFAR-100's files."""
     choice("labels", labels, ("fine", "coarse"))
-    layouts = tuple(replace(layout, coarse=labels == "coarse") for layout in _CIFAR100)
+    layouts = [replace(layout, chosen=("coarse", "fine").index(labels)) for layout in _CIFAR100]
     return _plan(need_folder(root), layouts, subset, {"labels": labels, "subset": subset})
 
 
-def _plan(root: Path, layouts: tuple[_Layout, ...], subset: bool, options: dict[str, object]) -> Plan:
+def _plan(root: Path, layouts: list[_Layout], subset: bool, options: dict[str, object]) -> Plan:
     place, layout = _find(root, layouts)
-    files = tuple(place / name for name in layout.names) if place.is_dir() else (place,)
+    paths = tuple(place / name for name in layout.names) if place.is_dir() else (place,)
 
     def read(report: Report) -> Source | None:
-        batches = _from_folder(place, layout, report) if place.is_dir() else _from_archive(place, layout, report)
+        batches = _from_folder(paths, layout, report) if place.is_dir() else _from_archive(place, layout, report)
         if batches is None:
             return None
-        for name, batch in batches.items():
-            if not subset:  # a fault of the whole, so that `check` may still say what is there
-                attempt(report, _official, place, layout, name, len(batch.y))
-        counts = [len(batches[name].y) for name in layout.names]
-        test = np.repeat([False] * len(layout.train) + [True], counts)
-        y = np.concatenate([batches[name].y for name in layout.names])
-        x = join([batches.pop(name).x for name in layout.names])
+        counts = [len(batch.y) for batch in batches]
+        for name, count in zip(layout.names, counts, strict=True):
+            official = 10_000 if name == layout.names[-1] else 50_000 // (len(counts) - 1)
+            if count != official and not subset:  # a fault of the whole, so that `check` may still say what is there
+                report(
+                    FileError(
+                        place / name if place.is_dir() else place,
+                        f"{name} holds {count} records, but the official file has {official}; fetch it again, or say "
+                        "subset=True if it is a part on purpose.",
+                    )
+                )
+        test = np.repeat([False] * (len(counts) - 1) + [True], counts)
+        y = np.concatenate([batch.y for batch in batches])
+        x = [batch.x for batch in batches]
+        batches.clear()
         mean, std = _MOMENTS[layout.name]
-        return source(
-            place, layout.name, x, y, test=test, num_classes=layout.num_classes, mean=mean, std=std, augment=True
+        classes = layout.labels[layout.chosen][1]
+        return files.source(
+            place, layout.name, files.join(x), y, test=test, num_classes=classes, mean=mean, std=std, augment=True
         )
 
-    return Plan(layout.name, place, files, read, {**options, "layout": layout.folder})
+    return Plan(layout.name, place, paths, read, {**options, "layout": layout.folder})
 
 
-def _find(root: Path, layouts: tuple[_Layout, ...]) -> tuple[Path, _Layout]:
+def _find(root: Path, layouts: list[_Layout]) -> tuple[Path, _Layout]:
     if root.is_file():
         for layout in layouts:
             if root.name in layout.archives:
                 return root, layout
         raise FileError(root, f"this is none of {', '.join(a for layout in layouts for a in layout.archives)}.")
     for layout in layouts:  # the folder itself, by its name or by what it holds
-        if root.name == layout.folder or all(exists(root / name) for name in layout.names):
+        if root.name == layout.folder or all(os.path.lexists(root / name) for name in layout.names):
             return root, layout
-    for layout in layouts:
-        folder = first_folder(root, [layout.folder, f"{layout.name}/{layout.folder}"])
-        if folder is not None:
-            return folder, layout
-    for layout in layouts:
-        for archive in layout.archives:
-            for path in (root / archive, root / layout.name / archive):
-                if path.is_file():
-                    return path, layout
+    for found, kinds in ((Path.is_dir, "folder"), (Path.is_file, "archives")):
+        for layout in layouts:
+            for name in (layout.folder,) if kinds == "folder" else layout.archives:
+                for path in (root / name, root / layout.name / name):
+                    if found(path):
+                        return path, layout
     wanted = " or ".join(f"{layout.folder}/ or {layout.archives[0]}" for layout in layouts)
     raise SourceError(f"{root}: there is no {wanted} in this folder; `metavd data fetch {layouts[0].name}` gets one.")
 
 
-def _official(place: Path, layout: _Layout, name: str, count: int) -> None:
-    official = 10_000 if name == layout.test else layout.per_file
-    if count != official:
-        path = place / name if place.is_dir() else place
-        raise FileError(
-            path,
-            f"{name} holds {count} records, but the official file has {official}; fetch it again, or say subset=True "
-            "if it is a part on purpose.",
-        )
+def _from_folder(paths: tuple[Path, ...], layout: _Layout, report: Report) -> list[Batch] | None:
+    return each(report, lambda path: parse(path, read_bytes(path, MAX_BATCH), layout), paths)
 
 
-def _from_folder(folder: Path, layout: _Layout, report: Report) -> dict[str, Batch] | None:
+def _from_archive(path: Path, layout: _Layout, report: Report) -> list[Batch] | None:
     batches = {}
+    for name, data in files.tar_files(path, layout.names, member_limit=MAX_BATCH, limit=MAX_ARCHIVE):
+        batches[name] = attempt(report, parse, Path(f"{path}:{name}"), data, layout)
     for name in layout.names:
-        path = folder / name
-        data = attempt(report, read_bytes, path, MAX_BATCH)
-        batch = None if data is None else attempt(report, parse, path, data, layout)
-        if batch is not None:
-            batches[name] = batch
-    return batches if len(batches) == len(layout.names) else None
-
-
-def _from_archive(path: Path, layout: _Layout, report: Report) -> dict[str, Batch] | None:
-    batches = {}
-
-    def walk() -> None:
-        for name, data in tar_files(path, layout.names, member_limit=MAX_BATCH, limit=MAX_ARCHIVE):
-            batch = attempt(report, parse, Path(f"{path}:{name}"), data, layout)
-            if batch is not None:
-                batches[name] = batch
-        missing = [name for name in layout.names if name not in batches]
-        if missing:
-            raise FileError(path, f"the archive has no readable {missing[0]}; fetch it again.")
-
-    attempt(report, walk)
-    return batches if len(batches) == len(layout.names) else None
+        refuse(name not in batches, path, f"the archive has no readable {name}; fetch it again.")
+    found = [batches[name] for name in layout.names]
+    return None if None in found else found  # type: ignore[return-value]
 
 
 def parse(path: Path, data: bytes, layout: _Layout) -> Batch:
@@ -229,25 +175,20 @@ def layout_of(path: Path) -> _Layout | None:
 
 
 def _binary(path: Path, data: bytes, layout: _Layout) -> Batch:
-    record = layout.label_bytes + PIXELS
+    columns = len(layout.labels)
+    record = columns + PIXELS
     whole, rest = divmod(len(data), record)
-    if rest or not whole:
-        raise FileError(
-            path,
-            f"the file ends inside record {whole}, after {rest} of its {record} bytes; fetch it again."
-            if data
-            else f"the file is empty, but it must hold records of {record} bytes.",
-            whole * record,
-        )
+    refuse(not data, path, f"the file is empty, but it must hold records of {record} bytes.", 0)
+    what = f"the file ends inside record {whole}, after {rest} of its {record} bytes; fetch it again."
+    refuse(rest, path, what, whole * record)
     table = np.frombuffer(data, np.uint8).reshape(whole, record)
-    for column in range(layout.label_bytes):  # CIFAR-100's coarse byte is checked even if it is not used
-        limit = 10 if layout.name == "cifar10" else (20, 100)[column]
-        _check_labels(path, table[:, column], limit, partial(_place, record, column))
-    y = table[:, 0 if layout.coarse else layout.label_bytes - 1].astype(np.int64)
-    return Batch(table[:, layout.label_bytes :].reshape(whole, 3, 32, 32), y)
+    for column, (_, count) in enumerate(layout.labels):  # CIFAR-100's coarse byte is checked even if it is not used
+        check_labels(path, table[:, column], 0, count, partial(_byte, record, column))
+    y = table[:, range(columns)[layout.chosen]].astype(np.int64)
+    return Batch(table[:, columns:].reshape(whole, 3, 32, 32), y)
 
 
-def _place(record: int, column: int, row: int) -> int:
+def _byte(record: int, column: int, row: int) -> int:
     return row * record + column
 
 
@@ -256,31 +197,18 @@ def _pickled(path: Path, data: bytes, layout: _Layout) -> Batch:
         content = plainpickle.loads(data)
     except plainpickle.PickleError as error:
         raise FileError(path, error.what, error.offset) from None
-    key = "labels" if layout.name == "cifar10" else ("coarse_labels" if layout.coarse else "fine_labels")
-    for word in ("data", key):
-        if not isinstance(content, dict) or word not in content:
-            raise FileError(path, f"the pickle has no {word!r}, but it must be a dict with 'data' and {key!r}.")
+    key, count = layout.labels[layout.chosen]
+    lacks = not isinstance(content, dict) or not {"data", key} <= set(content)
+    refuse(lacks, path, f"the pickle must be a dict with 'data' and {key!r}, but it is not.")
     x, labels = content["data"], content[key]
-    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS or not len(x):
-        found = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
-        raise FileError(path, f"'data' is {found}, but it must be uint8 of shape (rows, {PIXELS}).")
+    found = f"{x.dtype} of shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
+    right = isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 2 and x.shape[1] == PIXELS and len(x)
+    refuse(not right, path, f"'data' is {found}, but it must be uint8 of shape (rows, {PIXELS}).")
     if isinstance(labels, list) and all(type(label) is int for label in labels):
         # One that does not fit is no label, and is told below with its row.
         labels = np.array([label if -(2**31) < label < 2**31 else -1 for label in labels], np.int64)
-    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise FileError(path, f"{key!r} must be a list of whole numbers.")
-    if len(labels) != len(x):
-        raise FileError(path, f"{key!r} has {len(labels)} entries, but 'data' has {len(x)} rows.")
-    _check_labels(path, labels, layout.num_classes, None)
+    right = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+    refuse(not right, path, f"{key!r} must be a list of whole numbers.")
+    refuse(len(labels) != len(x), path, f"{key!r} has {len(labels)} entries, but 'data' has {len(x)} rows.")
+    check_labels(path, labels, 0, count)
     return Batch(x.reshape(len(x), 3, 32, 32), labels.astype(np.int64))
-
-
-def _check_labels(path: Path, labels: np.ndarray, limit: int, offset: Callable[[int], int] | None) -> None:
-    bad = (labels < 0) | (labels >= limit)
-    if bad.any():
-        row = int(bad.argmax())
-        raise FileError(
-            path,
-            f"record {row} has label {labels[row]}, but labels must be 0 to {limit - 1}; fetch the file again.",
-            None if offset is None else offset(row),
-        )

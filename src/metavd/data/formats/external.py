@@ -8,7 +8,7 @@ Neither is imported, so neither is a dependency; anything that has rows and answ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +47,30 @@ def from_huggingface(
         name: what the dataset is called.
         options: passed to `arrays` (mean, std, augment, num_classes).
     """
-    parts = [dataset, test]
     if hasattr(dataset, "keys"):
         if "train" not in dataset:
             raise SourceError(f"{name}: the splits are {', '.join(map(str, dataset.keys()))}, but train must be there.")
-        parts = [dataset["train"], dataset["test"] if "test" in dataset and test is None else test]
-    halves = [part for part in parts if part is not None]
-    columns = list(getattr(halves[0], "column_names", None) or _first_row(halves[0], name))
-    image, label = _column("image", image, _IMAGES, columns, name), _column("label", label, _LABELS, columns, name)
+        dataset, test = dataset["train"], dataset["test"] if "test" in dataset and test is None else test
+    halves = [half for half in (dataset, test) if half is not None]
+    columns = [list(getattr(half, "column_names", None) or _first_row(half, name)) for half in halves]
+    image, label = (_column(what, given, usual, columns[0], name) for what, given, usual in
+                    (("image", image, _IMAGES), ("label", label, _LABELS)))  # fmt: skip
     if client is not None:
-        _column("client", client, (), columns, name)
-    for half in halves[1:]:
-        for wanted in filter(None, (image, label, client)):
-            if wanted not in list(getattr(half, "column_names", None) or _first_row(half, name)):
-                raise SourceError(f"{name}: the test rows have no column {wanted!r}, but the train rows do.")
-    features = getattr(halves[0], "features", None) or {}
-    names = getattr(features[label], "names", None) if hasattr(features, "__getitem__") and label in features else None
-    y = [value for half in halves for value in _values(half, label)]
-    who = None if client is None else _ids([value for half in halves for value in _values(half, client)])
-    flags = np.repeat([False, True], [len(half) for half in halves]) if len(halves) == 2 else None
-    x = _pictures((row for half in halves for row in _values(half, image)), sum(map(len, halves)), size, channels, name)
+        _column("client", client, (), columns[0], name)
+    lost = [column for column in (image, label, client) if column is not None and column not in columns[-1]]
+    if lost:
+        raise SourceError(f"{name}: the test rows have no column {lost[0]!r}, but the train rows do.")
+
+    def values(column: str) -> Iterator[Any]:
+        """Yield one column, row by row: whole columns of pictures would be decoded at once."""
+        return (half[number][column] for half in halves for number in range(len(half)))
+
+    names = getattr((getattr(dataset, "features", None) or {}).get(label), "names", None)
     if names and "num_classes" not in options:
         options["num_classes"] = len(names)
-    return arrays(x, _labels(y, name), who, flags, name, **options)
+    x = _pictures(values(image), sum(map(len, halves)), size, channels, name)
+    who = None if client is None else list(values(client))
+    return _source(x, list(values(label)), who, halves, name=name, **options)
 
 
 def from_torchvision(
@@ -111,9 +112,22 @@ def from_torchvision(
     else:
         y = []
         x = _pictures(_pairs(halves, y, name), sum(map(len, halves)), size, channels, name)
-    flags = np.repeat([False, True], [len(half) for half in halves]) if len(halves) == 2 else None
-    who = None if client is None else _ids(list(client))
-    return arrays(x, _labels(y, name), who, flags, name, **options)
+    return _source(x, y, None if client is None else list(client), halves, name=name, **options)
+
+
+def _source(
+    x: np.ndarray, y: list[Any], client: list[Any] | None, halves: list[Any], *, name: str, **options: Any
+) -> Source:
+    """Return the source of rows that come from a train and perhaps a test half; clients are numbers or names."""
+    labels = np.asarray(y)
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        row = next((i for i, v in enumerate(y) if isinstance(v, bool) or not isinstance(v, int | np.integer)), 0)
+        raise SourceError(f"{name}: row {row} has label {plain(str(y[row]))}, but labels must be whole numbers from 0.")
+    who = None if client is None else np.asarray(client)
+    if who is not None and who.dtype.kind not in "iu":
+        who = numbered([str(value) for value in client or ()])
+    test = np.repeat([False, True], [len(half) for half in halves]) if len(halves) == 2 else None
+    return arrays(x, labels, who, test, name, **options)
 
 
 def _first_row(dataset: Any, name: str) -> list[str]:
@@ -131,11 +145,6 @@ def _column(what: str, given: str | None, usual: Sequence[str], columns: list[st
     return found
 
 
-def _values(dataset: Any, column: str) -> Any:
-    """Return one column, row by row: whole columns of pictures would be decoded at once."""
-    return (dataset[number][column] for number in range(len(dataset)))
-
-
 def _raw(dataset: Any) -> tuple[np.ndarray, np.ndarray] | None:
     data, targets = getattr(dataset, "data", None), getattr(dataset, "targets", getattr(dataset, "labels", None))
     if data is None or targets is None:
@@ -149,11 +158,11 @@ def _raw(dataset: Any) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _first_channels(x: np.ndarray, name: str) -> np.ndarray:
-    if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
-        return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-    if x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] in (1, 3, 4):
+    if x.ndim != 4 or x.shape[3] not in (1, 3, 4):
+        return x
+    if x.shape[1] in (1, 3, 4):
         raise SourceError(f"{name}: images have shape {x.shape}, which does not tell where the channels are.")
-    return x
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
 
 def _pairs(halves: Sequence[Any], y: list[Any], name: str) -> Any:
@@ -166,33 +175,27 @@ def _pairs(halves: Sequence[Any], y: list[Any], name: str) -> Any:
             yield row[0]
 
 
-def _pictures(rows: Any, count: int, size: Size, channels: int | None, name: str) -> np.ndarray:
+def _pictures(rows: Iterator[Any], count: int, size: Size, channels: int | None, name: str) -> np.ndarray:
     """Return one array of rows that may be Pillow's pictures, encoded files, arrays or tensors."""
     pair = check_size(size)
     stack = Stack(count, pair, channels)
     values: list[np.ndarray] = []
     for number, row in enumerate(rows):
         place = Path(f"{name}[{number}]")
-        value = row
-        if isinstance(value, dict) and value.get("bytes") is not None:  # an Image column that is not decoded
-            value = open_picture(place, value["bytes"])
-        elif isinstance(value, bytes):
-            value = open_picture(place, value)
-        if hasattr(value, "getbands"):
-            stack.put(place, pixels(place, value, pair, channels))
-            continue
-        array = _numbers(value, place)
-        if array.dtype == np.uint8 and array.ndim in (2, 3):
-            planes = array[None] if array.ndim == 2 else _first_channels(array[None], name)[0]
-            stack.put(place, _picture(place, planes, pair, channels))
-        else:
-            values.append(array.astype(np.float32) if array.dtype.kind == "f" else array)
+        value = row["bytes"] if isinstance(row, dict) and row.get("bytes") is not None else row  # not decoded yet
+        value = open_picture(place, value) if isinstance(value, bytes) else value
+        if not hasattr(value, "getbands"):
+            value = _numbers(value, place)
+            if value.dtype != np.uint8 or value.ndim not in (2, 3):
+                values.append(value.astype(np.float32) if value.dtype.kind == "f" else value)
+                continue
+            value = value[None] if value.ndim == 2 else _first_channels(value[None], name)[0]
+        stack.put(place, _picture(place, value, pair, channels))
     if values and len(values) == count:
-        if len({value.shape for value in values}) != 1:
-            row = next(i for i, value in enumerate(values) if value.shape != values[0].shape)
-            raise SourceError(
-                f"{name}: row {row} has shape {values[row].shape}, but row 0 has {values[0].shape}; all must be alike."
-            )
+        row = next((i for i, value in enumerate(values) if value.shape != values[0].shape), None)
+        if row is not None:
+            has = f"row {row} has shape {values[row].shape}, but row 0 has {values[0].shape}"
+            raise SourceError(f"{name}: {has}; all must be alike.")
         return np.stack(values)
     if values or not stack.full:
         raise SourceError(f"{name}: all rows must be pictures, or all must be arrays of numbers.")
@@ -209,25 +212,12 @@ def _numbers(value: Any, place: Path) -> np.ndarray:
     return array
 
 
-def _picture(place: Path, planes: np.ndarray, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """Bring bytes (c, h, w) to a size and a number of channels, through Pillow."""
-    if size is None and channels in (None, len(planes)):
-        return planes
-    from PIL import Image  # noqa: PLC0415 (only if something has to change)
+def _picture(place: Path, value: Any, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
+    """Bring a picture, or bytes (c, h, w), to a size and a number of channels, through Pillow."""
+    if isinstance(value, np.ndarray):
+        if size is None and channels in (None, len(value)):
+            return value
+        from PIL import Image  # noqa: PLC0415 (only if something has to change)
 
-    picture = Image.fromarray(np.ascontiguousarray(planes[0] if len(planes) == 1 else planes.transpose(1, 2, 0)))
-    return pixels(place, picture, size, channels)
-
-
-def _labels(y: list[Any], name: str) -> np.ndarray:
-    values = np.asarray(y)
-    if values.dtype.kind in "iu" and values.ndim == 1:
-        return values
-    row = next((i for i, v in enumerate(y) if isinstance(v, bool) or not isinstance(v, int | np.integer)), 0)
-    raise SourceError(f"{name}: row {row} has label {plain(str(y[row]))}, but labels must be whole numbers from 0.")
-
-
-def _ids(values: list[Any]) -> np.ndarray:
-    """Return client ids: numbers as they are, names by their order."""
-    numbers = np.asarray(values)
-    return numbers if numbers.dtype.kind in "iu" else numbered([str(value) for value in values])
+        value = Image.fromarray(np.ascontiguousarray(value[0] if len(value) == 1 else value.transpose(1, 2, 0)))
+    return pixels(place, value, size, channels)

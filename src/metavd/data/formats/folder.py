@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..source import Source, SourceError
-from .cache import Note, cached, log
-from .files import FileError, Plan, Report, attempt, choice, listing, need_folder, numbered, source
-from .images import SUFFIXES, Size, Stack, check_size
+from .files import FileError, Plan, Report, choice, listing, need_folder, numbered, source
+from .images import SIZE, SUFFIXES, Size, check_size, pictures
+from .registry import dataset
 
 NOTES = {".txt", ".md", ".csv", ".tsv", ".json", ".xml", ".html", ".db", ".ini", ".yaml", ".yml"}
 NAMES = {"readme", "license", "licence", "copying", "changelog", "authors"}
@@ -38,59 +38,39 @@ class Rows(NamedTuple):
     split: bool
 
 
-def load_folder(
-    root: Path | str,
-    *,
-    size: Size = None,
-    channels: int | None = None,
-    name: str | None = None,
-    augment: bool = False,
-    cache: Path | None = None,
-    note: Note = log,
-) -> Source:
-    """Return the pictures below a folder; mean and standard deviation are measured on the train rows.
-
-    Args:
-        root: the folder of class/picture or client/class/picture, perhaps below train/ and test/.
-        size: one side of squares, or (height, width), to which all are resized; None if they are all alike.
-        channels: 1 for grey, 3 for colour; None sees which.
-        name: what the dataset is called; the folder's name by default.
-        augment: whether crops and flips leave the label as it is.
-        cache: folder for the cached copy; None reads the pictures.
-        note: told why a copy could not be kept.
-    """
-    return cached(plan_folder(root, size=size, channels=channels, name=name, augment=augment), cache, note)
+def _channels(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
 
 
+@dataset(
+    "folder",
+    "your own pictures: class/picture or client/class/picture, perhaps below train/ and test/",
+    options={
+        "size": SIZE,
+        "channels": ("1 for grey, 3 for colour, none to see which", _channels),
+        "name": "what the dataset is called; the folder's name if not given",
+        "augment": "whether crops and flips leave the label as it is",
+    },
+)
 def plan_folder(
-    root: Path | str,
-    *,
-    size: Size = None,
-    channels: int | None = None,
-    name: str | None = None,
-    augment: bool = False,
+    root: Path | str, *, size: Size = None, channels: int | None = None, name: str | None = None, augment: bool = False
 ) -> Plan:
-    """Find the pictures."""
+    """Find the pictures; without a size they must all be alike."""
     root = need_folder(root)
     choice("channels", channels, (None, 1, 3))
     pair = check_size(size)
     rows, split = scan(root)
+    called = name or root.resolve().name
+    files = tuple(row.path for row in rows)
 
     def read(report: Report) -> Source | None:
-        stack = Stack(len(rows), pair, channels)
-        for row in rows:
-            attempt(report, stack.add, row.path)
-        if not stack.full:
-            return None
+        x = pictures(files, pair, channels, report)
         client = None if rows[0].client is None else numbered([row.client or "" for row in rows])
         test = np.array([row.test for row in rows]) if split else None
         y = numbered([row.label for row in rows])
-        return attempt(
-            report, source, root, name or root.resolve().name, stack.x, y, client=client, test=test, augment=augment
-        )
+        return None if x is None else source(root, called, x, y, client=client, test=test, augment=augment)
 
-    options = {"size": pair, "channels": channels, "augment": augment}
-    return Plan(name or root.resolve().name, root, tuple(row.path for row in rows), read, options)
+    return Plan(called, root, files, read, {"size": pair, "channels": channels, "augment": augment})
 
 
 def scan(root: Path) -> Rows:

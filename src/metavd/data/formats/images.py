@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..source import SourceError
-from .files import GIB, MIB, FileError, plain, read_bytes
+from .files import GIB, MIB, FileError, Report, each, plain, read_bytes
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Pillow knows more, some of which start other programs."""
@@ -22,6 +22,22 @@ MAX_TOTAL = 32 * GIB
 
 Size = int | tuple[int, int] | None
 """One side of a square, (height, width), or None: as the pictures are."""
+
+
+def _parse_size(text: str) -> Size:
+    """Read 32, 64x48 (height x width) or none.
+
+    >>> _parse_size("64x48")
+    (64, 48)
+    """
+    if text.lower() == "none":
+        return None
+    height, cross, width = text.lower().partition("x")
+    return (int(height), int(width)) if cross else int(height)
+
+
+SIZE = ("side of the square images in pixels, HEIGHTxWIDTH, or none to keep them as they are", _parse_size)
+"""The option `size` of a dataset of pictures."""
 
 
 def check_size(size: Size) -> tuple[int, int] | None:
@@ -95,19 +111,21 @@ def resize(x: np.ndarray, size: tuple[int, int] | None) -> np.ndarray:
     """Return (n, c, h, w) bytes in another size, as `pixels` does it for files."""
     if size is None or x.shape[2:] == size:
         return x
+    from PIL import Image  # noqa: PLC0415
+
     result = np.empty((*x.shape[:2], *size), np.uint8)
-    for row, picture in enumerate(x):
-        for channel, plane in enumerate(picture):
-            result[row, channel] = resize_plane(plane, size)
+    for row, channel in np.ndindex(x.shape[:2]):
+        plane = Image.fromarray(np.ascontiguousarray(x[row, channel]))
+        result[row, channel] = np.asarray(plane.resize((size[1], size[0]), Image.Resampling.BILINEAR), np.uint8)
     return result
 
 
-def resize_plane(plane: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return (h, w) bytes in another size."""
-    from PIL import Image  # noqa: PLC0415
-
-    picture = Image.fromarray(np.ascontiguousarray(plane))
-    return np.asarray(picture.resize((size[1], size[0]), Image.Resampling.BILINEAR), np.uint8)
+def pictures(
+    paths: Sequence[Path], size: tuple[int, int] | None, channels: int | None, report: Report
+) -> np.ndarray | None:
+    """Return (n, c, h, w) of picture files, or None after all faults were reported."""
+    stack = Stack(len(paths), size, channels)
+    return None if each(report, stack.add, paths) is None else stack.x
 
 
 class Stack:
@@ -135,10 +153,8 @@ class Stack:
             self._first = path
         if picture.shape[1:] != self._x.shape[2:]:
             (h, w), (height, width) = picture.shape[1:], self._x.shape[2:]
-            raise FileError(
-                path, f"the picture has {w} x {h} pixels, but {self._first} has {width} x {height}; pass a size, "
-                f"such as size={min(height, width)}, and all are resized."
-            )  # fmt: skip
+            has = f"the picture has {w} x {h} pixels, but {self._first} has {width} x {height}"
+            raise FileError(path, f"{has}; pass a size, such as size={min(height, width)}, and all are resized.")
         if len(picture) == 3 and self._x.shape[1] == 1:
             wide = np.empty((self._count, 3, *self._x.shape[2:]), np.uint8)
             wide[: self._at] = self._x[: self._at]

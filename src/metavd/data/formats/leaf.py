@@ -12,33 +12,22 @@ among all names, so that neither depends on the machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..source import Source, SourceError
-from .cache import Note, cached, log
-from .files import (
-    GIB,
-    FileError,
-    Plan,
-    Report,
-    attempt,
-    join,
-    listing,
-    need_folder,
-    numbered,
-    plain,
-    read_bytes,
-    source,
-)
+from . import files
+from .files import GIB, FileError, Plan, Report, attempt, listing, need_folder, numbered, plain, refuse
+from .registry import WRITERS, dataset
 
 MAX_SHARD = 4 * GIB
 FEMNIST_CLASSES = 62
 _SIDE = 28
+_SAYS = {"unit": "pixels 0 to 1", "either": "pixels 0 and 1", "byte": "pixels 0 to 255", "file": "names of files"}
 
 
 class User(NamedTuple):
@@ -60,18 +49,27 @@ class Shards(NamedTuple):
     test: tuple[bool, ...] | None
 
 
-def load_femnist(root: Path | str, *, split: bool = False, cache: Path | None = None, note: Note = log) -> Source:
-    """Return FEMNIST (62 classes of handwriting by writer) from LEAF's JSON shards.
+class Users(NamedTuple):
+    """All users' rows, in the order of the shards, and which are test rows."""
 
-    Args:
-        root: the folder that holds them, or femnist/, femnist/data/ or femnist/raw/ with all_data/ or train/ and test/.
-        split: read LEAF's own train/ and test/ even if all_data/ is there, too.
-        cache: folder for the cached copy; None reads the files.
-        note: told why a copy could not be kept.
-    """
-    return cached(plan_femnist(root, split=split), cache, note)
+    rows: list[tuple[Path, User]]
+    test: np.ndarray | None
+
+    def labels(self) -> np.ndarray:
+        """(n,) of all rows."""
+        return np.concatenate([user.y for _, user in self.rows])
+
+    def clients(self) -> np.ndarray:
+        """(n,) the place of each row's user among the sorted names."""
+        return np.repeat(numbered([user.name for _, user in self.rows]), [len(user.y) for _, user in self.rows])
 
 
+@dataset(
+    "femnist",
+    "handwriting of 3,550 writers, 28 x 28 pixels, 62 classes; LEAF's JSON shards",
+    options={"split": "read LEAF's own train/ and test/ even beside all_data/"},
+    defaults=WRITERS,
+)
 def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
     """Find FEMNIST's shards."""
     shards = find_shards(need_folder(root), "femnist", split)
@@ -83,16 +81,8 @@ def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
 
     def read(report: Report) -> Source | None:
         users = read_shards(shards, report)
-        if users is None:
-            return None
-        for path, user in users.rows:
-            if user.kind == "file" or user.x.shape[1:] != (_SIDE * _SIDE,):  # type: ignore[union-attr]
-                what = "names of files" if user.kind == "file" else f"{user.x.shape[1]} numbers"  # type: ignore[union-attr]
-                report(FileError(path, f"a row of user {user.name!r} holds {what}, but it must hold 784 pixels."))
-                return None
-        return collect(
-            shards.folder, "femnist", users, (1, _SIDE, _SIDE), num_classes=FEMNIST_CLASSES, mean=0.1307, std=0.3081
-        )
+        look = {"num_classes": FEMNIST_CLASSES, "mean": [0.1307], "std": [0.3081]}
+        return None if users is None else collect(shards.folder, "femnist", users, (1, _SIDE, _SIDE), look)
 
     return Plan("femnist", shards.folder, shards.files, read, {"split": split})
 
@@ -126,93 +116,62 @@ def _jsons(folder: Path) -> tuple[Path, ...]:
 # Reading
 
 
-class Users(NamedTuple):
-    """All users' rows, in the order of the shards, and which are test rows."""
-
-    rows: list[tuple[Path, User]]
-    test: np.ndarray | None
-
-
 def read_shards(shards: Shards, report: Report) -> Users | None:
     """Read all shards; a user may stand in one train and one test shard, and else only once."""
-    flags = shards.test or (False,) * len(shards.files)
     rows: list[tuple[Path, User]] = []
-    counts: list[tuple[int, bool]] = []
+    flags: list[np.ndarray] = []
     seen: dict[tuple[str, bool], Path] = {}
-    bad = False
-    for path, flag in zip(shards.files, flags, strict=True):
+    whole = True
+    for path, flag in zip(shards.files, shards.test or (False,) * len(shards.files), strict=True):
         users = attempt(report, read_shard, path)
-        bad |= users is None
+        whole &= users is not None
         for user in users or ():
             other = seen.setdefault((user.name, flag), path)
             if other != path:
-                bad = True
+                whole = False
                 report(FileError(path, f"user {user.name!r} already stands in {other.name}; remove one of the two."))
             if len(user.y):
                 rows.append((path, user))
-                counts.append((len(user.y), flag))
-    if bad:
+                flags.append(np.full(len(user.y), flag))
+    if not whole:
         return None
     if not rows:
-        report(SourceError(f"{shards.folder}: no user of these shards has a row."))
-        return None
-    if not _one_kind(rows, report):
-        return None
-    test = np.repeat([flag for _, flag in counts], [count for count, _ in counts]) if shards.test else None
-    return Users(rows, test)
+        raise SourceError(f"{shards.folder}: no user of these shards has a row.")
+    _check_kinds(rows)
+    return Users(rows, np.concatenate(flags) if shards.test else None)
 
 
-def _one_kind(rows: Sequence[tuple[Path, User]], report: Report) -> bool:
-    first: User | None = None
-    for path, user in rows:
-        if user.kind == "either":
-            continue
-        if first is None:
-            first = user
-        elif user.kind != first.kind:
-            says = {"unit": "pixels 0 to 1", "byte": "pixels 0 to 255", "file": "names of files"}
-            report(
-                FileError(
-                    path,
-                    f"user {user.name!r} has {says[user.kind]}, but user {first.name!r} has {says[first.kind]}; "
-                    "all must have the same.",
-                )
-            )
-            return False
-    return True
+def _check_kinds(rows: Sequence[tuple[Path, User]]) -> None:
+    named = any(user.kind == "file" for _, user in rows)
+    telling = [(path, user) for path, user in rows if named or user.kind != "either"]
+    for path, user in telling:
+        first = telling[0][1]
+        has = f"user {user.name!r} has {_SAYS[user.kind]}, but user {first.name!r} has {_SAYS[first.kind]}"
+        refuse(user.kind != first.kind, path, f"{has}; all must have the same.")
 
 
-def collect(
-    folder: Path, name: str, users: Users, shape: tuple[int, ...], *, num_classes: int, mean: float, std: float
-) -> Source:
+def collect(folder: Path, name: str, users: Users, shape: tuple[int, ...], look: dict[str, Any]) -> Source:
     """Return the source of users whose rows are pixels, (c, h, w) of channels last in the file."""
     unit = not any(user.kind == "byte" for _, user in users.rows)
-    y = np.concatenate([user.y for _, user in users.rows])
-    client = np.repeat(numbered([user.name for _, user in users.rows]), [len(user.y) for _, user in users.rows])
     channels, height, width = shape
     parts = []
-    for _, user in users.rows:
+    for path, user in users.rows:
+        has = "names of files" if user.kind == "file" else f"{np.shape(user.x)[1]} numbers"
+        wanted = channels * height * width
+        what = f"a row of user {user.name!r} holds {has}, but it must hold {wanted} pixels."
+        refuse(user.kind == "file" or np.shape(user.x)[1] != wanted, path, what)
         pixels = np.asarray(user.x)
         if user.kind == "either" and unit:
             pixels = pixels * np.uint8(255)
         parts.append(pixels.reshape(-1, height, width, channels).transpose(0, 3, 1, 2))
+    y, client = users.labels(), users.clients()
     users.rows.clear()
-    return source(
-        folder,
-        name,
-        join(parts),
-        y,
-        client=client,
-        test=users.test,
-        num_classes=num_classes,
-        mean=[mean],
-        std=[std],
-    )
+    return files.source(folder, name, files.join(parts), y, client=client, test=users.test, **look)
 
 
 def read_shard(path: Path) -> list[User]:
     """Return the users of one JSON file, in its order."""
-    data = read_bytes(path, MAX_SHARD)
+    data = files.read_bytes(path, MAX_SHARD)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -221,9 +180,9 @@ def read_shard(path: Path) -> list[User]:
     try:
         content = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        offset = len(text[: error.pos].encode())
         end = " (the file ends here)" if error.pos >= len(text.rstrip()) else ""
-        raise FileError(path, f"this is no JSON{end}: {plain(error.msg).lower()}.", offset) from None
+        what = f"this is no JSON{end}: {plain(error.msg).lower()}."
+        raise FileError(path, what, len(text[: error.pos].encode())) from None
     except RecursionError:
         raise FileError(path, "the JSON is nested too deeply to be LEAF's.") from None
     except _NotFiniteError as error:
@@ -235,42 +194,41 @@ def read_shard(path: Path) -> list[User]:
 
 
 def _users(path: Path, content: Any) -> list[User]:
-    if isinstance(content, _Fault):
-        raise FileError(path, content.what)
+    _sound(path, content, "this is no LEAF shard")
     content = content if isinstance(content, dict) else {}
     names, counts, rows = (content.get(key) for key in ("users", "num_samples", "user_data"))
-    if not isinstance(names, list) or not isinstance(counts, list):
+    _sound(path, rows, "user_data is wrong")
+    if not (isinstance(names, list) and isinstance(counts, list) and isinstance(rows, dict)):
         raise FileError(path, "this is no LEAF shard: it must have the lists users and num_samples, and user_data.")
-    if isinstance(rows, _Fault):
-        raise FileError(path, f"user_data is wrong: {rows.what}")
-    if not isinstance(rows, dict):
-        raise FileError(path, "this is no LEAF shard: user_data must map each user to its rows.")
-    if any(not isinstance(name, str) for name in names):
-        raise FileError(path, "users must be a list of names.")
-    if len(set(names)) != len(names):
-        twice = sorted(names)
-        name = next(a for a, b in pairwise(twice) if a == b)
-        raise FileError(path, f"user {name!r} stands in the list of users twice.")
-    if len(counts) != len(names):
-        raise FileError(path, f"num_samples has {len(counts)} entries, but there are {len(names)} users.")
+    refuse(any(not isinstance(name, str) for name in names), path, "users must be a list of names.")
+    twice, few = _twice(names), f"num_samples has {len(counts)} entries, but there are {len(names)} users."
+    refuse(twice is not None, path, f"user {twice!r} stands in the list of users twice.")
+    refuse(len(counts) != len(names), path, few)
     listed = set(names)
     for name, user in rows.items():
         # LEAF's own split leaves users behind that it dropped, with no rows.
-        if name not in listed and not (isinstance(user, User) and len(user.y) == 0):
-            raise FileError(path, f"user_data holds {name!r}, who is not among the users.")
+        empty = isinstance(user, User) and len(user.y) == 0
+        refuse(name not in listed and not empty, path, f"user_data holds {name!r}, who is not among the users.")
     return [_user(path, name, rows.get(name), count) for name, count in zip(names, counts, strict=True)]
 
 
 def _user(path: Path, name: str, user: Any, count: Any) -> User:
-    if user is None:
-        raise FileError(path, f"user {name!r} has no entry in user_data.")
-    if isinstance(user, _Fault):
-        raise FileError(path, f"user {name!r}: {user.what}")
+    _sound(path, user, f"user {name!r}")
     if not isinstance(user, User):
-        raise FileError(path, f"user {name!r} must have rows x and labels y.")
-    if type(count) is not int or count != len(user.y):
-        raise FileError(path, f"user {name!r} has {len(user.y)} rows, but num_samples says {str(count)[:40]}.")
+        raise FileError(path, f"user {name!r} must have rows x and labels y in user_data.")
+    what = f"user {name!r} has {len(user.y)} rows, but num_samples says {str(count)[:40]}."
+    refuse(type(count) is not int or count != len(user.y), path, what)
     return user._replace(name=name)
+
+
+def _sound(path: Path, value: Any, whose: str) -> None:
+    if isinstance(value, _Fault):
+        raise FileError(path, f"{whose}: {value.what}")
+
+
+def _twice(words: Iterable[str]) -> str | None:
+    """Return the first word, by order, that stands there more than once."""
+    return min((word for word, count in Counter(words).items() if count > 1), default=None)
 
 
 class _Fault(NamedTuple):
@@ -291,12 +249,8 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
     """Turn a user's rows into arrays as soon as they are read: as Python numbers a shard would take a gigabyte."""
     content = dict(pairs)
     if len(content) != len(pairs):
-        keys = sorted(key for key, _ in pairs)
-        twice = next(a for a, b in pairwise(keys) if a == b)
-        return _Fault(f"the key {twice[:80]!r} stands there twice.")
-    if "x" in content and "y" in content:
-        return _rows(content["x"], content["y"])
-    return content
+        return _Fault(f"the key {(_twice(key for key, _ in pairs) or '')[:80]!r} stands there twice.")
+    return _rows(content["x"], content["y"]) if "x" in content and "y" in content else content
 
 
 def _rows(x: Any, y: Any) -> User | _Fault:
@@ -305,9 +259,11 @@ def _rows(x: Any, y: Any) -> User | _Fault:
         return _Fault("x and y must be lists.")
     if len(x) != len(y):
         return _Fault(f"x has {len(x)} rows, but y has {len(y)}.")
-    labels = _labels(y)
-    if isinstance(labels, _Fault):
-        return labels
+    for row, label in enumerate(y):
+        # LEAF writes CelebA's labels as 0.0 and 1.0.
+        if type(label) not in (int, float) or not 0 <= label < 2**31 or int(label) != label:
+            return _Fault(f"row {row} has label {str(label)[:40]}, but labels must be whole numbers from 0.")
+    labels = np.array(y, np.int64)
     if all(isinstance(row, str) for row in x):
         return User("", x, labels, "file" if x else "either")
     return _pixels(x, labels)
@@ -327,18 +283,8 @@ def _pixels(x: list[Any], labels: np.ndarray) -> User | _Fault:
         bad |= values != np.floor(values)
     if bad.any():
         row, column = (int(i) for i in np.argwhere(bad)[0])
-        return _Fault(
-            f"pixel {column} of row {row} is {values[row, column]:g}, but pixels must be 0 to 1, or whole numbers "
-            "0 to 255."
-        )
+        found = f"pixel {column} of row {row} is {values[row, column]:g}"
+        return _Fault(f"{found}, but pixels must be 0 to 1, or whole numbers 0 to 255.")
     if unit and not bool(((values == 0) | (values == 1)).all()):
         return User("", np.rint(values * 255).astype(np.uint8), labels, "unit")
     return User("", values.astype(np.uint8), labels, "either" if unit else "byte")
-
-
-def _labels(y: list[Any]) -> np.ndarray | _Fault:
-    for row, label in enumerate(y):
-        # LEAF writes CelebA's labels as 0.0 and 1.0.
-        if type(label) not in (int, float) or not 0 <= label < 2**31 or int(label) != label:
-            return _Fault(f"row {row} has label {str(label)[:40]}, but labels must be whole numbers from 0.")
-    return np.array(y, np.int64) if y else np.empty(0, np.int64)

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ..source import Source, SourceError
-from .cache import Note, cached, log
-from .files import GIB, FileError, Plan, Report, attempt, choice, need_folder, open_zip, plain, source, zip_member
+from .files import GIB, FileError, Plan, Report, choice, need_folder, open_zip, plain, source, zip_member
+from .registry import dataset
 
 KEYS = {
     "x": ("images", "features", "x"),
@@ -45,43 +45,26 @@ class Content(NamedTuple):
     test: np.ndarray | None
 
 
-def load_npz(
-    root: Path | str,
-    *,
-    channels: str = "auto",
-    name: str | None = None,
-    augment: bool = False,
-    cache: Path | None = None,
-    note: Note = log,
-) -> Source:
-    """Return the dataset of an .npz file; mean and standard deviation are measured on its train rows.
-
-    Args:
-        root: the file, or a folder that holds exactly one.
-        channels: whether they come "first" or "last" in images of four axes; "auto" sees it where it can be seen.
-        name: what the dataset is called; the name of the file by default.
-        augment: whether crops and flips leave the label as it is.
-        cache: folder for the cached copy; None reads the file.
-        note: told why a copy could not be kept.
-    """
-    return cached(plan_npz(root, channels=channels, name=name, augment=augment), cache, note)
-
-
+@dataset(
+    "npz",
+    "your own arrays: images or features, label, and perhaps client and split, in one .npz",
+    options={
+        "channels": " or ".join(CHANNELS),
+        "name": "what the dataset is called; the file's name if not given",
+        "augment": "whether crops and flips leave the label as it is",
+    },
+)
 def plan_npz(root: Path | str, *, channels: str = "auto", name: str | None = None, augment: bool = False) -> Plan:
-    """Find an .npz file."""
+    """Find an .npz file, which root is or holds as its only one."""
     choice("channels", channels, CHANNELS)
     path = find_npz(need_folder(root))
+    called = name or path.stem
 
-    def read_all(report: Report) -> Source | None:
-        found = attempt(report, read, path, channels)
-        if found is None:
-            return None
-        return attempt(
-            report, source, path, name or path.stem, found.x, found.y, client=found.client, test=found.test,
-            augment=augment,
-        )  # fmt: skip
+    def read_all(_: Report) -> Source:
+        found = read(path, channels)
+        return source(path, called, found.x, found.y, client=found.client, test=found.test, augment=augment)
 
-    return Plan(name or path.stem, path, (path,), read_all, {"channels": channels, "augment": augment})
+    return Plan(called, path, (path,), read_all, {"channels": channels, "augment": augment})
 
 
 def find_npz(root: Path) -> Path:
@@ -99,20 +82,22 @@ def read(path: Path, channels: str = "auto", *, labelled: bool = True) -> Conten
     """Return the arrays of a file; with labelled=False it need not have any labels."""
     with open_zip(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        found: dict[str, tuple[str, np.ndarray] | None] = {}
+        found: dict[str, np.ndarray] = {}
+        named: dict[str, str] = {}
         for part, keys in KEYS.items():
             present = [key for key in keys if key in members]
             if len(present) > 1:
                 raise FileError(path, f"it holds both {present[0]!r} and {present[1]!r}, but only one can be meant.")
-            if not present and (part == "x" or (part == "y" and labelled)):
+            if present:
+                named[part], found[part] = present[0], _array(path, archive, members[present[0]])
+            elif part == "x" or (part == "y" and labelled):
                 held = ", ".join(sorted(members)[:8]) or "nothing"
                 raise FileError(path, f"it holds {held}, but it must hold {' or '.join(keys)}.")
-            found[part] = (present[0], _array(path, archive, members[present[0]])) if present else None
-    x, y, client = (None if found[part] is None else found[part][1] for part in ("x", "y", "client"))  # type: ignore[index]
-    assert x is not None
-    # Labels of one column are common; two columns are refused by their shape.
-    y = y[:, 0] if y is not None and y.ndim == 2 and y.shape[1] == 1 else y
-    return Content(_channels_first(path, x, channels), y, client, _flags(path, found["test"]))
+    y = found.get("y")
+    if y is not None and y.ndim == 2 and y.shape[1] == 1:  # one column is common; two are refused by their shape
+        y = y[:, 0]
+    flags = _flags(path, named["test"], found["test"]) if "test" in found else None
+    return Content(_channels_first(path, found["x"], channels), y, found.get("client"), flags)
 
 
 def keys(path: Path) -> list[str]:
@@ -122,38 +107,24 @@ def keys(path: Path) -> list[str]:
 
 
 def _channels_first(path: Path, x: np.ndarray, channels: str) -> np.ndarray:
-    if x.ndim != 4:
-        return x
-    if channels == "auto":
+    if x.ndim == 4 and channels == "auto":
         first, last = x.shape[1] in (1, 3, 4), x.shape[3] in (1, 3, 4)
         if first == last:
-            raise FileError(
-                path, f"images have shape {x.shape}, which does not tell where the channels are; pass "
-                "channels='first' or 'last'."
-            )  # fmt: skip
+            what = f"images have shape {x.shape}, which does not tell where the channels are"
+            raise FileError(path, f"{what}; pass channels='first' or 'last'.")
         channels = "first" if first else "last"
-    return x if channels == "first" else np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.ndim == 4 and channels == "last" else x
 
 
-def _flags(path: Path, entry: tuple[str, np.ndarray] | None) -> np.ndarray | None:
-    if entry is None:
-        return None
-    key, flags = entry
-    if flags.dtype.kind in "US":
-        known = [np.asarray(word, flags.dtype) for word in ("train", "test")]
-        train, test = flags == known[0], flags == known[1]
-    elif flags.dtype.kind in "iu":
-        train, test = flags == 0, flags == 1
-    else:
+def _flags(path: Path, key: str, flags: np.ndarray) -> np.ndarray:
+    if flags.dtype.kind not in "USiu":
         return flags  # bool, or a type that `arrays` refuses
-    bad = ~(train | test)
+    train, test = (0, 1) if flags.dtype.kind in "iu" else (np.asarray(word, flags.dtype) for word in ("train", "test"))
+    bad = ~((flags == train) | (flags == test)).reshape(-1)
     if bad.any():
-        row = int(bad.reshape(-1).argmax())
-        value = flags.reshape(-1)[row]
-        raise FileError(
-            path, f"row {row} of {key!r} is {plain(str(value))!r}, but it must be 0 or 1, or train or test."
-        )
-    return np.asarray(test)
+        value = plain(str(flags.reshape(-1)[bad.argmax()]))
+        raise FileError(path, f"row {bad.argmax()} of {key!r} is {value!r}, but it must be 0 or 1, or train or test.")
+    return np.asarray(flags == test)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
@@ -170,8 +141,7 @@ def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nd
             )
         array = np.empty(count, dtype)
         # In place and in pieces: the checksum is compared at the end of the member.
-        target = array.view(np.uint8)
-        at = 0
+        target, at = array.view(np.uint8), 0
         while at < wanted and (piece := member.read(min(wanted - at, 1 << 22))):
             target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)
@@ -189,17 +159,13 @@ def _header(path: Path, info: zipfile.ZipInfo, member: BinaryIO) -> tuple[tuple[
             reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, fortran, dtype = reader(member, max_header_size=_MAX_HEADER)
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
-        raise FileError(
-            path, f"{info.filename} has no readable header ({plain(error)}); save it again.", info.header_offset
-        ) from None
-    lengths = tuple(int(length) for length in shape)
+        fault = f"{info.filename} has no readable header ({plain(error)}); save it again."
+        raise FileError(path, fault, info.header_offset) from None
+    lengths, what = tuple(int(length) for length in shape), None
     if dtype.hasobject or dtype.kind not in "biufUS" or dtype.subdtype is not None:
-        raise FileError(
-            path, f"{info.filename} has type {plain(str(dtype))}, but only numbers are read, and nothing pickled.",
-            info.header_offset,
-        )  # fmt: skip
-    if not 1 <= len(lengths) <= 4 or any(length < 1 for length in lengths) or dtype.itemsize == 0:
-        raise FileError(
-            path, f"{info.filename} has shape {lengths}, but it must have 1 to 4 axes, none empty.", info.header_offset
-        )
+        what = f"has type {plain(str(dtype))}, but only numbers are read, and nothing pickled."
+    elif not 1 <= len(lengths) <= 4 or any(length < 1 for length in lengths) or dtype.itemsize == 0:
+        what = f"has shape {lengths}, but it must have 1 to 4 axes, none empty."
+    if what is not None:
+        raise FileError(path, f"{info.filename} {what}", info.header_offset)
     return lengths, bool(fortran), dtype

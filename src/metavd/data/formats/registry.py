@@ -1,31 +1,36 @@
-"""Every dataset that can be asked for by name: how to find its files, its options, and settings that suit it."""
+"""Every dataset that can be asked for by name: how to find its files, its options, and settings that suit it.
+
+A dataset is one function that finds its files and returns a `Plan`, in one of the modules that `FORMATS` names; or one
+in a file of your own, which a package names in the entry-point group `metavd.datasets`:
+
+    @dataset("mine", "my measurements, 4 classes", options={"year": "which of them"})
+    def plan_mine(root, *, year: int = 2024) -> Plan: ...
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..source import Source, SourceError, digits
+from ...registry import Registry
+from ..source import Source, SourceError
 from .cache import Note, cached, log
-from .celeba import LAYOUTS, plan_celeba
-from .cifar import plan_cifar10, plan_cifar100
 from .files import Plan
-from .folder import plan_folder
-from .idx import SPLITS, WRITERS, plan_emnist, plan_fashion_mnist, plan_mnist
-from .leaf import plan_femnist
-from .npz import CHANNELS, plan_npz
+
+PlanFunction = TypeVar("PlanFunction", bound=Callable[..., Plan])
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a loader."""
+    """One option of a dataset."""
 
     default: Any
     help: str
-    parse: Callable[[str], Any] = str
+    parse: Callable[[str], Any]
     """From the text of a command line."""
 
 
@@ -36,7 +41,7 @@ class Info:
     name: str
     description: str
     plan: Callable[..., Plan]
-    """Finds the files below a folder (for npz and folder: at a path) without reading them."""
+    """Finds the files below a folder (of a user's own files: at a path) without reading them."""
     options: Mapping[str, Option]
     defaults: dict[str, Any]
     """Experiment settings that suit the dataset, by name; empty where they depend on what the files hold."""
@@ -49,6 +54,13 @@ class Info:
 OWN = ("npz", "folder")
 """Formats of a user's own files: they need a path, and nothing is known of their content beforehand."""
 
+_FAMILIES = ("digits", "cifar", "leaf", "celeba", "idx", "npz", "folder")
+FORMATS: Registry[Info] = Registry("metavd.datasets", [f"{__package__}.{family}" for family in _FAMILIES])
+
+PHOTOS = {"clients": 100, "unseen": 30, "cohort": 10, "partition": "dirichlet:0.5", "test_rows": "independent",
+          "rounds": 1000, "batch": 64, "model": "cnn"}  # fmt: skip
+WRITERS = {**PHOTOS, "clients": 160, "unseen": 40, "cohort": 20, "partition": "natural"}
+
 
 def _flag(text: str) -> bool:
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -57,131 +69,37 @@ def _flag(text: str) -> bool:
     return words[text.lower()]
 
 
-def _size(text: str) -> int | tuple[int, int] | None:
-    """Read 32, 64x48 (height x width) or none.
+def dataset(
+    name: str,
+    description: str,
+    *,
+    options: Mapping[str, str | tuple[str, Callable[[str], Any]]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    variants: tuple[dict[str, Any], ...] = ({},),
+    files: bool = True,
+) -> Callable[[PlanFunction], PlanFunction]:
+    """Add the decorated function to the datasets; its keyword arguments are the options.
 
-    >>> _size("64x48")
-    (64, 48)
+    Args:
+        name: how the dataset is asked for.
+        description: one line.
+        options: what each keyword argument means; with it, how its text is read where its default's type does not say.
+        defaults: see `Info`, as for the next two.
+        variants: likewise.
+        files: likewise.
     """
-    if text.lower() == "none":
-        return None
-    height, cross, width = text.lower().partition("x")
-    return (int(height), int(width)) if cross else int(height)
 
+    def add(plan: PlanFunction) -> PlanFunction:
+        known = {}
+        for key, told in (options or {}).items():
+            default = inspect.signature(plan).parameters[key].default
+            by_type: Callable[[str], Any] = {bool: _flag, int: int}.get(type(default), str)  # type: ignore[assignment]
+            text, parse = (told, by_type) if isinstance(told, str) else told
+            known[key] = Option(default, text, parse)
+        FORMATS.add(name, Info(name, description, plan, known, dict(defaults or {}), variants, files), plan.__module__)
+        return plan
 
-def _maybe(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
-
-
-_SUBSET = Option(False, "accept another number of records than the official one", _flag)
-_SIZE = "side of the square images in pixels, HEIGHTxWIDTH, or none to keep them as they are"
-_PHOTOS = {"clients": 100, "unseen": 30, "cohort": 10, "partition": "dirichlet:0.5", "test_rows": "independent",
-           "rounds": 1000, "batch": 64, "model": "cnn"}  # fmt: skip
-_WRITERS = {**_PHOTOS, "clients": 160, "unseen": 40, "cohort": 20, "partition": "natural"}
-_DIGITS = {"clients": 24, "unseen": 6, "cohort": 6, "partition": "dirichlet:0.5", "test_rows": "consistent",
-           "rounds": 60, "batch": 32, "drop_from": 30, "model": "mlp"}  # fmt: skip
-_AUGMENT = Option(False, "whether crops and flips leave the label as it is", _flag)
-
-
-def _plan_digits(root: Path | str) -> Plan:
-    return Plan("digits", Path(root), (), lambda _: digits())
-
-
-FORMATS: dict[str, Info] = {
-    info.name: info
-    for info in (
-        Info(
-            "digits",
-            "1,797 handwritten digits, 8 x 8 pixels, 10 classes; part of the installation, no download",
-            _plan_digits,
-            {},
-            dict(_DIGITS),
-            files=False,
-        ),
-        Info(
-            "cifar10",
-            "60,000 photographs, 32 x 32 pixels, 10 classes; binary or python version, folder or archive",
-            plan_cifar10,
-            {"subset": _SUBSET},
-            dict(_PHOTOS),
-        ),
-        Info(
-            "cifar100",
-            "60,000 photographs, 32 x 32 pixels, 100 classes; binary or python version, folder or archive",
-            plan_cifar100,
-            {"labels": Option("fine", "fine (100 classes) or coarse (20)"), "subset": _SUBSET},
-            dict(_PHOTOS),
-        ),
-        Info(
-            "femnist",
-            "handwriting of 3,550 writers, 28 x 28 pixels, 62 classes; LEAF's JSON shards",
-            plan_femnist,
-            {"split": Option(False, "read LEAF's own train/ and test/ even beside all_data/", _flag)},
-            dict(_WRITERS),
-        ),
-        Info(
-            "celeba",
-            "faces of celebrities, an attribute as label; original layout, LEAF's lists or celeba32.npz",
-            plan_celeba,
-            {
-                "attribute": Option("Smiling", "which of the 40 attributes is the label"),
-                "size": Option(32, _SIZE, _size),
-                "least": Option(5, "celebrities with fewer images are left out", int),
-                "layout": Option("auto", " or ".join(LAYOUTS)),
-            },
-            {**_PHOTOS, "partition": "natural"},
-            ({"least": 1},),
-        ),
-        Info(
-            "mnist",
-            "70,000 handwritten digits, 28 x 28 pixels; idx files with QMNIST's writers, or mnist_by_writer.npz",
-            plan_mnist,
-            {"writers": Option("auto", " or ".join(WRITERS))},
-            dict(_WRITERS),
-        ),
-        Info(
-            "fashion-mnist",
-            "70,000 articles of clothing, 28 x 28 pixels, 10 classes; idx files",
-            plan_fashion_mnist,
-            {},
-            dict(_PHOTOS),
-        ),
-        Info(
-            "emnist",
-            "handwritten letters and digits, 28 x 28 pixels, 10 to 62 classes by split; idx files or NIST's gzip.zip",
-            plan_emnist,
-            {
-                "split": Option("byclass", " or ".join(SPLITS)),
-                "upright": Option(True, "turn the images, which NIST stores transposed", _flag),
-            },
-            dict(_PHOTOS),
-            tuple({"split": split} for split in SPLITS),
-        ),
-        Info(
-            "npz",
-            "your own arrays: images or features, label, and perhaps client and split, in one .npz",
-            plan_npz,
-            {
-                "channels": Option("auto", " or ".join(CHANNELS)),
-                "name": Option(None, "what the dataset is called; the file's name if not given"),
-                "augment": _AUGMENT,
-            },
-            {},
-        ),
-        Info(
-            "folder",
-            "your own pictures: class/picture or client/class/picture, perhaps below train/ and test/",
-            plan_folder,
-            {
-                "size": Option(None, _SIZE, _size),
-                "channels": Option(None, "1 for grey, 3 for colour, none to see which", _maybe),
-                "name": Option(None, "what the dataset is called; the folder's name if not given"),
-                "augment": _AUGMENT,
-            },
-            {},
-        ),
-    )
-}
+    return add
 
 
 def info(name: str) -> Info:
@@ -189,7 +107,7 @@ def info(name: str) -> Info:
     if name not in FORMATS:
         close = difflib.get_close_matches(str(name).lower(), FORMATS, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(FORMATS))}."
-        raise SourceError(f"There is no dataset {name!r}; {hint}")
+        raise SourceError("; ".join([f"There is no dataset {name!r}", hint, *FORMATS.broken]))
     return FORMATS[name]
 
 
@@ -202,14 +120,21 @@ def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.4) or sorted(known)
             takes = f"did you mean {close[0]}" if len(close) == 1 else f"it takes {' or '.join(close) or 'none'}"
             raise SourceError(f"{name} has no option {key!r}; {takes}.")
-        option = known[key]
         try:
-            result[key] = option.parse(value) if isinstance(value, str) else value
+            result[key] = known[key].parse(value) if isinstance(value, str) else value
         except ValueError:
-            raise SourceError(f"{name}: {key} is {value!r}, but it must be: {option.help}.") from None
+            raise SourceError(f"{name}: {key} is {value!r}, but it must be: {known[key].help}.") from None
     return result
 
 
-def load(name: str, root: Path | str = ".", *, cache: Path | None = None, note: Note = log, **given: Any) -> Source:
-    """Return the dataset of that name from the files below root (for npz and folder: at root)."""
+def load(name: str, root: Path | str = ".", /, *, cache: Path | None = None, note: Note = log, **given: Any) -> Source:
+    """Return the dataset of that name from the files below root (for npz and folder: at root).
+
+    Args:
+        name: in `FORMATS`.
+        root: the folder that holds the files as their authors name them, one of their folders, or their archive.
+        cache: folder for the cached copy; None reads the files.
+        note: told why a copy could not be kept.
+        given: the dataset's options; `metavd datasets` lists them.
+    """
     return cached(info(name).plan(root, **options(name, given)), cache, note)
