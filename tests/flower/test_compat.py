@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
-import time
 
 import httpx
 import pytest
@@ -29,6 +28,8 @@ from metavd.flower import compat
 from metavd.flower.link import Door
 from metavd.flower.warm import ForkExecutor
 
+from .support.rehearsal import alarm
+
 
 def code(thing: object) -> str:
     return inspect.getsource(thing)  # type: ignore[arg-type]
@@ -43,10 +44,8 @@ def test_bound_retries() -> None:
     """A SuperLink that is not there is asked for so many seconds, not for ever."""
     grid = HttpGrid("127.0.0.1:9", insecure=True, token="none")
     compat.bound_retries(grid, 0.2)
-    began = time.monotonic()
-    with pytest.raises(httpx.TransportError):
+    with alarm(60), pytest.raises(httpx.TransportError):
         grid.get_nodes()
-    assert time.monotonic() - began < 10
     compat.bound_retries(object(), 1)
 
 

@@ -12,16 +12,24 @@ import pytest
 
 from metavd.flower.warm import patient
 
-PARENT = """
-import os, sys, time
-from metavd.flower import warm
+FORK = """
 parent = os.getpid()
 if os.fork() == 0:
-    {last}
+    {how}
+    child()
+"""
+LAUNCH = """
+warm._do = lambda *_: child()
+warm.ForkExecutor().launch(None)
+"""
+PARENT = """
+import os, time
+from metavd.flower import warm
+def child():
     print(os.getpid(), flush=True)
     time.sleep(300)
-else:
-    time.sleep(300)
+{start}
+time.sleep(300)
 """
 
 
@@ -34,10 +42,14 @@ def state(pid: int) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
-@pytest.mark.parametrize("how", ["warm.die_with(parent)", "warm.watch_parent()"])
-def test_a_process_ends_with_its_parent(how: str) -> None:
-    """Also where the parent is killed, and where nobody has waited for it yet."""
-    with subprocess.Popen([sys.executable, "-c", PARENT.format(last=how)], stdout=subprocess.PIPE, text=True) as parent:
+@pytest.mark.parametrize(
+    "start", [FORK.format(how="warm.die_with(parent)"), FORK.format(how="warm.watch_parent()"), LAUNCH],
+    ids=["die_with", "watch_parent", "launch"],
+)  # fmt: skip
+def test_a_process_ends_with_its_parent(start: str) -> None:
+    """Also where the parent is killed, and where nobody has waited for it yet; an app ends with its executor."""
+    command = [sys.executable, "-c", PARENT.format(start=start)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert state(child) not in {"", "Z"}

@@ -25,7 +25,7 @@ _LOOK = 0.2
 """Seconds between two looks at how a run goes."""
 _ASK = 2.0
 """Seconds between two questions to the SuperLink, where the log broke off and the run did not end."""
-_CALL = 120.0
+_CALL = 300.0
 """Seconds that a command of Flower's may take."""
 
 

@@ -37,7 +37,7 @@ QUIET = {
 """Flower and Ray report to nobody, look for no updates and install nothing."""
 _MARK = "METAVD_LOCAL"
 _PORTS = (15_000, 32_000)
-_STARTING = 120.0
+_STARTING = 300.0
 """Seconds until a SuperLink must listen."""
 
 

@@ -24,7 +24,7 @@ from .stage import METHODS, Fault
 from .waits import silent
 
 NODES = 3
-LONG = 300.0
+LONG = 600.0
 """Seconds that a start of a run of real processes may take."""
 RESTART = 5.0
 """Seconds that a supervisor lets pass before it starts a process again."""
