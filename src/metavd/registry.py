@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -47,6 +49,8 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @cached_property
     def _points(self) -> dict[str, EntryPoint]:
+        from importlib.metadata import entry_points  # noqa: PLC0415 (brings the email package with it)
+
         return {point.name: point for point in entry_points(group=self.group)}
 
     def __getitem__(self, name: str) -> T:
