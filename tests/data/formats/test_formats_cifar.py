@@ -9,7 +9,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from metavd.data.formats import FileError, load
+from metavd.data.formats import FileError, cifar, load
 from metavd.data.formats.cifar import plan_cifar10
 from metavd.data.source import SourceError
 
@@ -128,6 +128,47 @@ def test_archive_faults(make, rng, tmp_path):
         make.add_member(archive, "cifar-10-batches-bin/readme.html", b"hello")
     with pytest.raises(FileError, match=r"no readable data_batch_1.bin"):
         load("cifar10", tmp_path, subset=True)
+
+
+def _member(name, data=b"evil", kind=tarfile.REGTYPE, link="", count=1):
+    def add(archive):
+        for number in range(count):
+            info = tarfile.TarInfo(name.format(number))
+            info.type, info.linkname, info.size = kind, link, len(data) if kind == tarfile.REGTYPE else 0
+            archive.addfile(info, io.BytesIO(data))
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (_member("../../evil"), r"a member points outside the archive \('../../evil' would be extracted"),
+        (_member("x/../../evil"), "a member points outside the archive"),
+        (_member("x", kind=tarfile.SYMTYPE, link="/etc/passwd"), "a member points outside the archive"),
+        (_member("x", kind=tarfile.CHRTYPE), "a member points outside the archive"),
+        (_member("y/test_batch.bin"), "'y/test_batch.bin' stands in the archive twice"),
+        (_member("y/test_batch.bin", kind=tarfile.SYMTYPE, link="x"), "is a link or a device, but it must be a plain"),
+        (_member("x{}", b"", count=1000), "more than 1000 members"),
+    ],
+)
+def test_archives_that_nobody_should_trust(*, make, rng, tmp_path, add, message):
+    """Whole and right but for one member: the archive is refused all the same."""
+    made = make.cifar(tmp_path, rng, kind=10, version="binary")
+    with tarfile.open(tmp_path / "cifar-10-binary.tar", "w") as archive:
+        for path in made.files:
+            archive.add(path, f"cifar-10-batches-bin/{path.name}")
+        add(archive)
+    with pytest.raises(FileError, match=message):
+        load("cifar10", tmp_path / "cifar-10-binary.tar", subset=True)
+
+
+def test_member_that_is_too_large(make, rng, tmp_path, monkeypatch):
+    """A member is not read if it declares more than any such file has."""
+    made = make.cifar(tmp_path, rng, kind=10, version="binary", packed="tar")
+    monkeypatch.setattr(cifar, "MAX_BATCH", 18437)
+    with pytest.raises(FileError, match="declares 18438 bytes, but such a file has at most 18437"):
+        load("cifar10", made.files[0], subset=True)
 
 
 def test_archive_of_macs_and_of_pax(make, rng, same, tmp_path):

@@ -8,11 +8,8 @@ is downloaded under another name and renamed once it is proven right. Nothing is
 from __future__ import annotations
 
 import hashlib
-import http.client
 import os
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +148,18 @@ def _from(url: str, remote: Remote, target: Path, progress: Progress | None, tim
 
 
 def _transfer(url: str, remote: Remote, file: BinaryIO, progress: Progress | None, timeout: float) -> None:
+    # They bring TLS and the email package with them, which nobody needs who only reads data.
+    import http.client  # noqa: PLC0415
+    import urllib.error  # noqa: PLC0415
+    import urllib.request  # noqa: PLC0415
+
+    def receive() -> bytes:
+        """Return the next piece; a fault of the network must not look like one of the disk."""
+        try:
+            return bytes(answer.read(_CHUNK))
+        except (OSError, http.client.HTTPException) as error:
+            raise _UnreachableError(f"{host} broke off ({plain(error)})") from None
+
     host, have = urlsplit(url).netloc, 0
     request = urllib.request.Request(url, headers={"User-Agent": "metavd", "Accept-Encoding": "identity"})
     try:
@@ -167,7 +176,7 @@ def _transfer(url: str, remote: Remote, file: BinaryIO, progress: Progress | Non
             what = f"{url} offers {offered} bytes, but {remote.path} has {remote.size}"
             raise SourceError(f"{what}; the official file has changed or something stands between.")
         wanted = remote.size or offered
-        while piece := _receive(answer, host):
+        while piece := receive():
             have += len(piece)
             if have > (wanted or _LARGEST):
                 raise SourceError(
@@ -178,14 +187,6 @@ def _transfer(url: str, remote: Remote, file: BinaryIO, progress: Progress | Non
                 progress(remote.path, have, wanted)
     if wanted is not None and have < wanted:
         raise _UnreachableError(f"{host} broke off after {have} of {wanted} bytes")
-
-
-def _receive(answer: http.client.HTTPResponse, host: str) -> bytes:
-    """Return the next piece; a fault of the network must not look like one of the disk."""
-    try:
-        return answer.read(_CHUNK)
-    except (OSError, http.client.HTTPException) as error:
-        raise _UnreachableError(f"{host} broke off ({plain(error)})") from None
 
 
 def _wrong(remote: Remote, path: Path) -> str | None:
