@@ -2,7 +2,7 @@
 
 A masked layer's weights and spreads travel without their masked entries. The mask itself travels down, as bits or as
 the positions of the fewer kind, whichever is smaller; up it need not, since the server made it. These are the bytes
-of `codec.encode` without its header and checksum, about 60 bytes an entry, which no mask changes.
+of `codec.encode` without its header: 144 bytes, and 75 per entry, or 120 where the entry is packed.
 """
 
 from __future__ import annotations
