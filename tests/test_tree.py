@@ -89,6 +89,9 @@ def test_where_takes_whole_trees():
     bad = tree.map(lambda value: value * math.nan, A)
     assert_close(tree.where(torch.tensor(True), A, bad), A, rtol=0, atol=0)
     assert_close(tree.where(torch.tensor(False), bad, A), A, rtol=0, atol=0)
+    fresh = torch.ones(2)
+    shared = tree.where(torch.tensor(False), A | {"new": fresh}, A)
+    assert all(shared[name] is value for name, value in (A | {"new": fresh}).items())
 
 
 def test_select_goes_by_name():

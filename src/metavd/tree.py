@@ -82,5 +82,8 @@ def unstack(tree: Params, index: int) -> Params:
 
 
 def where(condition: Tensor, new: Params, old: Params) -> Params:
-    """Return new where the scalar condition holds, else old, entry by entry."""
-    return {name: torch.where(condition, value, old[name]) for name, value in new.items()}
+    """Return new where the scalar condition holds, else old; entries that both share, or that old lacks, are new's."""
+    return {
+        name: value if value is old.get(name, value) else torch.where(condition, value, old[name])
+        for name, value in new.items()
+    }

@@ -11,7 +11,6 @@ import torch
 
 import metavd
 from metavd import methods
-from metavd.core import local
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
 from metavd.engine import stepped as module
@@ -106,7 +105,6 @@ def test_rows_and_keys_are_those_of_the_loop() -> None:
 
 
 def test_what_is_no_sequence_of_steps_is_left_to_the_backend() -> None:
-    """PFedGP looks at all of a client's rows at once, and a stage that keeps what it received takes no steps."""
+    """PFedGP looks at all of a client's rows at once."""
     assert not serves(setup_of("pfedgp", model="mlp").algorithm)
-    assert not isinstance(local.keep, local.Steps)
     assert metavd.run(method="pfedgp", rounds=1, clients=3, unseen=0, cohort=1, width=8)["trained_rounds"] == 1

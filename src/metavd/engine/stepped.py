@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..core import rng
-from ..core.local import Steps
-from ..core.types import Algorithm, Batch, Sampling, ServerState
+from ..core.types import Algorithm, Batch, Local, Sampling, ServerState
 from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
 from ..ops import fused
+from ..ops import step as ops
 from ..tree import Params
 
 _EXACT = 16
@@ -127,7 +127,7 @@ Trainer = Callable[[Algorithm, Pool, ServerState, Tensor], tuple[Params, Tensor]
 def serves(algorithm: Algorithm) -> bool:
     """Whether a method's training is a sequence of steps on batches of bounded size."""
     sampling = algorithm.train_batches
-    return isinstance(algorithm.local, Steps) and not sampling.full and not sampling.extra
+    return not sampling.full and not sampling.extra
 
 
 def stepped(*, capture: bool, chunk: int = 0) -> Trainer:
@@ -142,7 +142,6 @@ def stepped(*, capture: bool, chunk: int = 0) -> Trainer:
         if not most[0] and capture and len(cohort) > _SAMPLE:
             most[0] = _affordable(algorithm, pool, state, cohort)
         local = algorithm.local
-        assert isinstance(local, Steps)
         drawn = table(pool, algorithm.train_batches, local.group, state, cohort.tolist())
         ids = over(cohort[drawn.order], pool.x.device)
         parts: list[tuple[Params, Tensor]] = []
@@ -173,7 +172,6 @@ def _part(drawn: Table, part: slice) -> Table:
 def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> int:
     """Return how many clients fit the free memory, from what the step of a few needs."""
     local = algorithm.local
-    assert isinstance(local, Steps)
     few = cohort[:_SAMPLE]
     drawn = table(pool, algorithm.train_batches, local.group, state, few.tolist())
     ids = over(few[drawn.order], pool.x.device)
@@ -201,7 +199,6 @@ def _train(
     """Train clients that fit the memory; return copies of what they end with, in their order."""
     ids, drawn = who
     local, sampling = algorithm.local, algorithm.train_batches
-    assert isinstance(local, Steps)
     received = vmap(algorithm.emit.apply, (None, 0, None))(state.params, ids, state.round)
     if not kept or kept[0].clients < len(ids):
         kept[:] = [_allocate(received, drawn, pool, sampling)]
@@ -271,26 +268,21 @@ def _fill(buffers: _Buffers, received: Params, drawn: Table, state: ServerState)
     buffers.round.copy_(state.round)
 
 
-def _step(local: Steps, sampling: Sampling, pool: Pool, buffers: _Buffers, active: int) -> None:
+def _step(local: Local, sampling: Sampling, pool: Pool, buffers: _Buffers, active: int) -> None:
     """Take the next step of the first `active` clients."""
-    drawn = fused.pull([buffers.rows, buffers.mask, buffers.keys], buffers.step)
+    drawn = ops.nth([buffers.rows, buffers.mask, buffers.keys], buffers.step)
     rows, mask, keys = (value[:active] for value in drawn)
     batches = batches_of(pool, sampling, (rows, mask, keys), buffers.round, buffers.size[:active])
     own, received = (
         {name: value[:active] for name, value in part.items()} for part in (buffers.params, buffers.received)
     )
+    move, loss = vmap(local.step, (0, 0, 0, None), randomness="error")(own, batches, received, buffers.step[0])
     # Of many clients some may be done, whose masks are 0.
     real = mask[:, 0].sum(-1) if active > _EXACT else None
-    with fused.in_place(real):
-        new, loss = vmap(local.step, randomness="error")(own, batches, received)
-    moved = {name: value for name, value in new.items() if value.data_ptr() != own[name].data_ptr()}
-    if real is not None:
-        loss = torch.where(real > 0, loss, 0.0)
-        moved = {name: torch.where(real.reshape(-1, *[1] * (value.ndim - 1)) > 0, value, own[name])
-                 for name, value in moved.items()}  # fmt: skip
-    if moved:
-        torch._foreach_copy_([own[name] for name in moved], list(moved.values()))
-    buffers.loss[:active].add_(loss)
+    if move.slope:
+        ops.descend_({name: own[name] for name in move.slope}, move.slope, local.lr, local.clip, real)
+    ops.put_(own, move.put, real)
+    buffers.loss[:active].add_(loss if real is None else torch.where(real > 0, loss, 0.0))
     buffers.step.add_(1)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..core.local import Steps
 from ..core.types import Algorithm, ServerState
 from ..data.cohort import Pool
 from ..tree import Params
@@ -24,7 +23,6 @@ def together(chunk: int = 0) -> Trainer:
 
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> tuple[Params, Tensor]:
         local = algorithm.local
-        assert isinstance(local, Steps)
         drawn = table(pool, algorithm.train_batches, local.group, state, cohort.tolist())
         ids = cohort[drawn.order]
         parts: list[tuple[Params, Tensor]] = []
@@ -45,10 +43,10 @@ def _train(
 ) -> list[tuple[Params, Tensor]]:
     """Train a part of a cohort; return what clients end with and their losses' sums, in that part's order."""
     local = algorithm.local
-    assert isinstance(local, Steps)
     steps = drawn.steps[part]
     params, loss = received, torch.zeros(len(steps), dtype=pool.dtype)
     done: list[tuple[Params, Tensor]] = []
+    take = vmap(local.take, (0, 0, 0, None), randomness="error")
     for step in range(steps[0] + 1):
         active = sum(each > step for each in steps)
         if active < len(loss):
@@ -59,7 +57,7 @@ def _train(
             now = slice(part.start, part.start + active)
             these = (drawn.rows[step, now], drawn.mask[step, now], drawn.keys[step, now])
             batches = batches_of(pool, algorithm.train_batches, these, round, drawn.size[now])
-            params, taken = vmap(local.step, randomness="error")(params, batches, received)
+            params, taken = take(params, batches, received, torch.tensor(step))
             loss = loss + taken
     return done[::-1]  # who took most steps comes first, and was put aside last
 
