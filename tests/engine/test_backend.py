@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from metavd.core import rng
 from metavd.core.model import from_module
 from metavd.core.types import Batch, Job
-from metavd.engine.backend import Backend, loop, reentrant, threads, vectorized
+from metavd.engine.backend import Backend, loop, threads, vectorized
+from metavd.engine.task import reentrant
 
 SIZES = ([5, 3], [1], [], [4, 4, 2], [2], [5, 5, 5], [3])
 """Rows of each batch of seven clients: ragged in every way, one client without a batch."""

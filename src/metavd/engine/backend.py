@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from ..core.types import Batch, Job, Model
+from ..core.types import Batch, Job
 from ..data.cohort import pad
 
 Function = Callable[[Tensor, Sequence[Batch], Tensor, Tensor], Any]
@@ -89,32 +89,6 @@ def threads(workers: int) -> Backend:
             torch.set_num_threads(before)  # a worker's number is also that of all threads to come
 
     return run
-
-
-def reentrant(build: Callable[[], Model]) -> Model:
-    """Return a model that several threads may run at once.
-
-    A call of a module with given weights puts them into the module and takes them out again, so two calls must not
-    share one. Every call borrows a model that nobody else uses; there are as many as were ever in use together.
-    """
-    first = build()
-    idle = [first]
-
-    def borrow(call: Callable[[Model], Tensor]) -> Tensor:
-        try:
-            own = idle.pop()
-        except IndexError:
-            own = build()
-        try:
-            return call(own)
-        finally:
-            idle.append(own)
-
-    return first._replace(
-        apply=lambda params, x, keys: borrow(lambda own: own.apply(params, x, keys)),
-        features=lambda params, x: borrow(lambda own: own.features(params, x)),
-        run=lambda params, x, extras, draws: borrow(lambda own: own.run(params, x, extras, draws)),
-    )
 
 
 def vectorized(chunk: int) -> Backend:

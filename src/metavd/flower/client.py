@@ -18,16 +18,14 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from .. import methods
 from ..core import rng
-from ..core.types import Algorithm, NonFiniteError
+from ..core.types import NonFiniteError
 from ..data.cohort import PERSONAL, TEST, TRAIN, batches
-from ..data.source import Source
 from ..engine.machine import tuned
+from ..engine.task import Task, client_task
 from ..evaluate.calibration import plain, top1
 from ..evaluate.metrics import ClientResult, client_figures
 from ..evaluate.personal import respond
-from ..runs.run import model_for, num_weights
 from ..runs.settings import Experiment
 from ..wire import decode, encode
 from .config import FederationError
@@ -43,21 +41,16 @@ class Built(NamedTuple):
     """A run's description made into functions."""
 
     experiment: Experiment
-    takes: Source
     classes: list[str]
-    algorithm: Algorithm
-    weights: int
+    task: Task
 
 
 @lru_cache(maxsize=4)
 def build(spec: str, device: str) -> Built:
-    """Return the method that a server's description names, on a site's device."""
+    """Return the task that a server's description names, on a site's device."""
     experiment, takes, classes = read_spec(spec)
     e = replace(experiment, device=device)
-    model = model_for(e, takes, None)
-    # FedBE wants its server's rows only where the server is.
-    setting = methods.Setting(int(e.clients), takes.num_classes, e.rounds, server_rows=lambda key: key)
-    return Built(e, takes, classes, methods.algorithm(e.method, model, setting, e.options), num_weights(model))
+    return Built(e, classes, client_task(e, takes))
 
 
 Handler = Callable[[Message, Context], RecordDict]
@@ -94,12 +87,12 @@ def train(message: Message, context: Context) -> RecordDict:
     order, built, site = _start(message, context)
     device = built.experiment.device
     began = time.monotonic()
-    with torch.no_grad(), tuned(built.weights, device):
+    with torch.no_grad(), tuned(built.task.num_weights, device):
         done = _scalar(order.done, site)
         key = rng.fold(torch.tensor(order.key), TRAIN, order.done, order.client)
-        own = batches(site.pool, site.index, built.algorithm.train_batches, key, done)
+        own = batches(site.pool, site.index, built.task.algorithm.train_batches, key, done)
         received = {name: value.to(device) for name, value in decode(order.params).items()}
-        adapted, loss = built.algorithm.local(received, own)
+        adapted, loss = built.task.algorithm.local(received, own)
     for name, value in {**adapted, "loss": loss}.items():
         if not torch.isfinite(value).all():
             raise NonFiniteError(f"round {order.done + 1}: training made {name} NaN or infinite; lower lr or clip")
@@ -113,12 +106,12 @@ def train(message: Message, context: Context) -> RecordDict:
 def evaluate(message: Message, context: Context) -> RecordDict:
     """Make the client's own model and test it on the site's own rows; only figures leave."""
     order, built, site = _start(message, context)
-    algorithm, federation = built.algorithm, site.pool.federation
+    algorithm, federation = built.task.algorithm, site.pool.federation
     train_rows, test_rows = federation.train[site.index], federation.test[site.index]
     metrics = {"train_size": len(train_rows), "test_size": len(test_rows)}
     if not len(test_rows):
         return write_reply(order.done, metrics)
-    with torch.no_grad(), tuned(built.weights, built.experiment.device):
+    with torch.no_grad(), tuned(built.task.num_weights, built.experiment.device):
         done, key = _scalar(order.done, site), torch.tensor(order.key)
         personal = rng.fold(key, PERSONAL, order.done, order.client)
         own = batches(site.pool, site.index, algorithm.personal_batches, personal, done)
@@ -143,7 +136,7 @@ def _start(message: Message, context: Context) -> tuple[Order, Built, Site]:
     order = read_order(message.content)
     node = context.node_config
     built = build(order.spec, str(node.get("device", "cpu")))
-    return order, built, settle(node, built.experiment, built.takes, built.classes)
+    return order, built, settle(node, built.experiment, built.task.takes, built.classes)
 
 
 def _scalar(done: int, site: Site) -> torch.Tensor:

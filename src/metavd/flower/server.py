@@ -25,7 +25,7 @@ import torch
 from flwr.app import Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from .. import methods, tree
+from .. import tree
 from ..core import rng
 from ..core.emit import EMBEDDING
 from ..core.types import Algorithm, ServerState, Update
@@ -35,11 +35,12 @@ from ..data.source import Source
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash, write_atomic
 from ..engine.machine import tuned
 from ..engine.simulate import Record, check_finite
+from ..engine.task import Task, task
 from ..evaluate.personal import diagnose, masks_of
 from ..runs.details import VERSION as DETAILS
 from ..runs.details import drawn_rates
 from ..runs.provenance import provenance
-from ..runs.run import channels_last, model_for, num_weights
+from ..runs.run import channels_last
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..serve.samples import described, restored, samples
@@ -68,8 +69,7 @@ class Setup:
     plan: Plan
     experiment: Experiment
     spec: str
-    algorithm: Algorithm
-    weights: int
+    task: Task
 
 
 def run(grid: Grid, plan: Plan) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def run(grid: Grid, plan: Plan) -> dict[str, Any]:
             return store.read_result()
         fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE))
         setup = _setup(fleet, store)
-        with torch.no_grad(), tuned(setup.weights, "cpu"):
+        with torch.no_grad(), tuned(setup.task.num_weights, "cpu"):
             return _run(fleet, setup, store)
 
 
@@ -103,8 +103,7 @@ def _setup(fleet: Fleet, store: Store) -> Setup:
         experiment, takes, classes = _agreed(fleet)
         store.open(to_toml(experiment))
         write_atomic(store.folder / TAKES, json.dumps({"takes": described(takes), "classes": classes}).encode())
-    algorithm, weights = _algorithm(plan, experiment, takes)
-    return Setup(plan, experiment, spec(experiment, takes, classes), algorithm, weights)
+    return Setup(plan, experiment, spec(experiment, takes, classes), _task(plan, experiment, takes))
 
 
 def _agreed(fleet: Fleet) -> tuple[Experiment, Source, list[str]]:
@@ -139,16 +138,13 @@ def _defaults(plan: Plan) -> Mapping[str, Any]:
     return site.shared(plan.data)[0].defaults if plan.data else {}
 
 
-def _algorithm(plan: Plan, e: Experiment, takes: Source) -> tuple[Algorithm, int]:
-    model = model_for(e, takes, None)
-    rows = None
-    if plan.server_data:
-        given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
-        own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
-        held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
-        rows = lambda key: held.inputs(torch.arange(len(held.x)), key)  # noqa: E731
-    setting = methods.Setting(int(e.clients), takes.num_classes, e.rounds, server_rows=rows)
-    return methods.algorithm(e.method, model, setting, e.options), num_weights(model)
+def _task(plan: Plan, e: Experiment, takes: Source) -> Task:
+    if not plan.server_data:
+        return task(e, takes)
+    given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
+    own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
+    held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
+    return task(e, takes, server_rows=lambda key: held.inputs(torch.arange(len(held.x)), key))
 
 
 # --- rounds --------------------------------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ _TRAFFIC = ("down", "up", "dense_down", "dense_up")
 def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
     e, plan = setup.experiment, setup.plan
     found = load_checkpoint(store.checkpoint, report=_LOG.warning)
-    state, extra = found or (setup.algorithm.server.init(rng.key(e.seed)), {})
+    state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
     guard = Guard.restored(plan.limits, extra.get("guard", {}))
     store.cut_rounds(int(state.round))
     began, before = time.monotonic(), float(extra.get("seconds", 0.0))
@@ -211,7 +207,7 @@ def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> Ser
 
 
 def _round(fleet: Fleet, setup: Setup, state: ServerState, guard: Guard) -> tuple[ServerState, dict[str, Any]]:
-    plan, algorithm, done = setup.plan, setup.algorithm, int(state.round)
+    plan, algorithm, done = setup.plan, setup.task.algorithm, int(state.round)
     began = time.monotonic()
     good: dict[int, Reply] = {}
     losses: dict[int, float] = {}
@@ -318,7 +314,7 @@ class Tested(NamedTuple):
 
 def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> Tested:
     """Let every client that is there test its own model."""
-    algorithm, plan, done = setup.algorithm, setup.plan, int(state.round)
+    algorithm, plan, done = setup.task.algorithm, setup.plan, int(state.round)
     fit = setup.experiment.options.get("newcomer") == "fit"
     online = fleet.online()
     messages, down = {}, 0
@@ -364,7 +360,7 @@ def _summary(setup: Setup, state: ServerState, reports: Mapping[int, Mapping[str
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     clients = [client for client in reports if client < registry.GUESTS] or [0]
     found = [
-        sparsity(shared | masks_of(setup.algorithm.serve(state.params, torch.tensor(client), state.round)))
+        sparsity(shared | masks_of(setup.task.algorithm.serve(state.params, torch.tensor(client), state.round)))
         for client in clients
     ]
     test, unseen = (parts[name]["accuracy"] for name in ("test", "unseen"))
@@ -372,7 +368,7 @@ def _summary(setup: Setup, state: ServerState, reports: Mapping[int, Mapping[str
         "gap": None if test is None or unseen is None else unseen - test,
         "gap_interval": None,
         "sparsity": {key: sum(each[key] for each in found) / len(found) for key in ("layer", "model")},
-        "diagnostics": diagnose(setup.algorithm, state, int(setup.experiment.clients)),
+        "diagnostics": diagnose(setup.task.algorithm, state, int(setup.experiment.clients)),
     }
 
 
@@ -388,7 +384,7 @@ def _finish(
     ]  # fmt: skip
     more = figures.details(_parts(reports)) | {
         "version": DETAILS,
-        "rates": drawn_rates(setup.algorithm, state, rows),
+        "rates": drawn_rates(setup.task.algorithm, state, rows),
         "embeddings": state.params[EMBEDDING].tolist() if EMBEDDING in state.params else None,
     }
     nobody = {"client": 0, "unseen": 0, "train_size": 0, "test_size": 0}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,9 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .. import methods, wire
+from .. import wire
 from ..core import rng
-from ..core.model import cnn, from_module, mlp, small_cnn, xavier
 from ..core.types import Algorithm, Model, NonFiniteError, ServerState
 from ..data import collection
 from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities
@@ -25,23 +22,21 @@ from ..data.collection import Collection
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
 from ..data.source import Source
-from ..engine.backend import Backend, loop, reentrant, threads, vectorized
+from ..engine.backend import Backend, loop, threads, vectorized
 from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from ..engine.choice import choice
 from ..engine.graph import captured
 from ..engine.machine import tuned
 from ..engine.simulate import Record, simulate
 from ..engine.stepped import Trainer, serves, stepped
+from ..engine.task import Task, network, task
 from ..engine.together import together
 from ..evaluate.metrics import ClientResult, client_figures, gap_interval, of_classes, summarize, tempered
 from ..evaluate.personal import answers, diagnose
-from ..tree import Params
 from .details import details
 from .provenance import provenance
 from .settings import Experiment, SpecError, from_toml, resolve, spec_hash, to_toml, with_settings
 from .store import Store, StoreError
-
-_BUILDERS = {"cnn": cnn, "small-cnn": small_cnn, "mlp": mlp}
 
 
 class Listener(Protocol):
@@ -81,45 +76,17 @@ class Setup:
     defaults: Mapping[str, Any]
     """Settings that suit the data."""
     pool: Pool
+    task: Task
     algorithm: Algorithm
+    """The task's, with the server's update as it runs fastest here."""
     backend: Backend
     trainer: Trainer | None
     """Takes the backend's place in training, where there is a faster way."""
-    weights: int
-    """Of the network that a client runs."""
 
     @property
     def released(self) -> bool:
         """Whether figures are taken as the released code takes them."""
         return bool(self.experiment.options["variant"] == "released")
-
-
-def module_for(name: str, shape: Sequence[int], num_classes: int, width: int) -> nn.Module:
-    """Build one of the networks that come with the package; auto chooses by the size of the input."""
-    if name == "auto":
-        small = len(shape) != 3 or min(shape[1:]) < 8
-        name = "mlp" if small else ("cnn" if min(shape[1:]) >= 24 else "small-cnn")
-    if name != "mlp" and (len(shape) != 3 or min(shape[1:]) < 8):
-        raise SpecError(
-            f"model is {name!r}, but it needs images of at least 8x8 pixels and a row here is {tuple(shape)}; use mlp"
-        )
-    with torch.random.fork_rng(devices=[]):  # torch initialises what it builds; nobody's generator shall notice
-        return _BUILDERS[name](shape, num_classes, **({"width": width} if width else {}))
-
-
-def model_for(e: Experiment, source: Source, module: nn.Module | Model | None) -> Model:
-    """Return the network of an experiment: the user's own, or the one that it names, on its device and in its type."""
-    dtype = getattr(torch, e.dtype)
-    if isinstance(module, Model):
-
-        def init(key: torch.Tensor) -> Params:
-            return {name: value.to(e.device, dtype) for name, value in module.init(key).items()}
-
-        return module._replace(init=init)
-    if module is None:
-        built = module_for(e.model, source.x.shape[1:], source.num_classes, e.width)
-        return from_module(built.to(e.device, dtype), init=xavier, precision=e.precision)
-    return from_module(copy.deepcopy(module).to(e.device, dtype), precision=e.precision)
 
 
 def _content(data: Collection, module: nn.Module | Model | None) -> str:
@@ -153,11 +120,6 @@ def channels_last(e: Experiment) -> bool:
     return e.device == "cpu" and e.backend != "vmap"
 
 
-def num_weights(model: Model) -> int:
-    """Count the weights of a network's layers."""
-    return sum(math.prod(shape) for shape in model.layers.values())
-
-
 Data = Source | Sequence[Source] | Collection
 """What a user may hand over instead of a dataset's name."""
 
@@ -178,26 +140,20 @@ def prepare(experiment: Experiment, source: Data | None = None, module: nn.Modul
     federation = deal(e, data)
     if e.patience and not any(map(len, federation.valid)):
         raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
-    model = model_for(e, federation.source, module)
+    model = network(e, federation.source, module)
     e = replace(e, backend=_backend_name(e, model, federation.source.x.shape[1:], own=isinstance(module, Model)))
-    if e.backend == "threads":
-        model = reentrant(lambda: model_for(e, federation.source, module))
     rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
     server_rows = torch.from_numpy(federation.server).to(e.device)
-    setting = methods.Setting(
-        num_clients=e.clients,
-        num_classes=federation.source.num_classes,
-        rounds=e.rounds,
-        server_rows=(lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None,
-    )
-    algorithm = methods.algorithm(e.method, model, setting, e.options)
+    held = (lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None
+    built = task(e, federation.source, model, server_rows=held)
+    algorithm = built.algorithm
     if rows.x.is_cuda:
         server = algorithm.server
         algorithm = replace(algorithm, server=server._replace(update=captured(server.update)))
     trainer = None
     if e.backend == "vmap" and serves(algorithm):
         trainer = together(e.chunk) if e.device == "cpu" else stepped(capture=True, chunk=e.chunk)
-    return Setup(e, data.defaults, rows, algorithm, _backend(e), trainer, num_weights(model))
+    return Setup(e, data.defaults, rows, built, algorithm, _backend(e), trainer)
 
 
 def _backend_name(e: Experiment, model: Model, shape: Sequence[int], *, own: bool) -> str:
@@ -314,7 +270,7 @@ def using(setup: Setup) -> AbstractContextManager[None]:
     """Return the use of the machine that suits a setup, for a `with` around its rounds."""
     e = setup.experiment
     clients = e.chunk or int(e.cohort) if e.backend == "vmap" else 1
-    return tuned(setup.weights * clients, e.device, e.backend, e.precision)
+    return tuned(setup.task.num_weights * clients, e.device, e.backend, e.precision)
 
 
 def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) -> dict[str, Any]:

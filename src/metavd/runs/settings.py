@@ -14,19 +14,16 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..ops import fused
 from ..core import rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
+from ..errors import SpecError as SpecError
+from ..ops import fused
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
 RUNTIME = frozenset({"root", "device", "precision", "backend", "chunk", "eval_every", "checkpoint_every"})
 """Fields that decide how a run is carried out, not what it computes."""
-
-
-class SpecError(ValueError):
-    """A specification that cannot be run; the text says what would be right."""
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,7 @@ def _loading(own: Personal, file: str, kind: str, domain: str | None) -> list[st
         "The file holds the weights by their names in the network, and for layers with a posterior their variances "
         "(`LAYER.variance`). The network answers at the posterior mean.", "",
         "```python", "import torch", "from safetensors.torch import load_file",
-        *([] if own.module is not None else ["from metavd.runs.run import module_for"]), "",
+        *([] if own.module is not None else ["from metavd.models import module_for"]), "",
         f"network = {network}",
         f'weights = load_file("{file}")',
         f"network.to(torch.{e.dtype}).load_state_dict({{name: weights[name] for name in network.state_dict()}})",

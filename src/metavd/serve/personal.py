@@ -31,7 +31,6 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import nn
 
-from .. import methods
 from ..core import rng
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
@@ -42,9 +41,10 @@ from ..data.partition import Federation
 from ..data.source import Source, SourceError, transform
 from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomic
 from ..engine.machine import tuned
+from ..engine.task import Task, client_task
 from ..evaluate.personal import ROWS, personal
 from ..evaluate.uncertainty import entropy
-from ..runs.run import Data, Setup, channels_last, data_of, model_for, num_weights, prepare, using
+from ..runs.run import Data, Setup, channels_last, data_of, prepare, using
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..tree import Params
@@ -93,9 +93,14 @@ class Personal:
     module: nn.Module | Model | None = None
 
     @cached_property
+    def task(self) -> Task:
+        """The run's network and method, where it computes."""
+        return client_task(replace(self.experiment, device=str(self.device)), self.takes, self.module)
+
+    @property
     def model(self) -> Model:
         """The network."""
-        return model_for(replace(self.experiment, device=str(self.device)), self.takes, self.module)
+        return self.task.model
 
     @property
     def device(self) -> torch.device:
@@ -114,9 +119,7 @@ class Personal:
     def algorithm(self, **options: Any) -> Algorithm:
         """Return the run's method, some of its options changed."""
         e = self.experiment
-        # FedBE wants its server's rows only to train.
-        setting = methods.Setting(int(e.clients), self.takes.num_classes, e.rounds, server_rows=lambda key: key)
-        return methods.algorithm(e.method, self.model, setting, {**e.options, **options})
+        return client_task(replace(e, options={**e.options, **options}), self.takes, self.model).algorithm
 
     def answer(self, samples: int | None = None) -> Predict:
         """Return how the model answers: as in the run's evaluation, and where it has a posterior with information.
@@ -156,7 +159,7 @@ class Personal:
         # As in evaluation: another order of sums would be another rounding.
         last = raw.ndim == 4 and channels_last(self.experiment)
         layout = torch.channels_last if last else torch.contiguous_format
-        with torch.no_grad(), tuned(num_weights(self.model), str(self.device)):
+        with torch.no_grad(), tuned(self.task.num_weights, str(self.device)):
             parts = [
                 answer(
                     self.params,
