@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from metavd.engine.rounds import Silent
 from metavd.flower.local import federation
-from metavd.runs.run import Silent, run
+from metavd.runs.run import run
 
 NODES, PATIENCE = 3, 1800
 TEXT = "unseen=0"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from metavd.bench.whole import SETTING
+from metavd.engine.rounds import Silent
 from metavd.runs.provenance import provenance
-from metavd.runs.run import Silent, run
+from metavd.runs.run import run
 from metavd.studies.side import jobs_for, side_by_side
 
 Line = dict[str, Any]

@@ -18,9 +18,10 @@ from metavd.core.types import NonFiniteError
 from metavd.data.partition import PartitionError
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import load_checkpoint, state_hash
+from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.methods import MethodError
 from metavd.models import module_for
-from metavd.runs.run import InterruptedRun, Silent, evaluate, prepare, run, start
+from metavd.runs.run import evaluate, prepare, run, start
 from metavd.runs.settings import Experiment, SpecError
 from metavd.runs.store import StoreError
 

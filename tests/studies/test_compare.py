@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metavd.runs.run import Silent
+from metavd.engine.rounds import Silent
 from metavd.runs.settings import Experiment, SpecError
 from metavd.runs.store import StoreError
 from metavd.studies.compare import COLUMNS, cell, compare, markdown, summarize_runs, value_at

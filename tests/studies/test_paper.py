@@ -16,7 +16,7 @@ import pytest
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
 from metavd.methods import MethodError
-from metavd.runs.run import InterruptedRun, Silent
+from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.runs.settings import SpecError
 from metavd.runs.store import Store
 from metavd.studies import paper

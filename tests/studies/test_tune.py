@@ -20,7 +20,8 @@ import pytest
 from metavd import methods
 from metavd.core import rng
 from metavd.data.source import Source, arrays
-from metavd.runs.run import InterruptedRun, Setup, complete, data_of, deal, run
+from metavd.engine.rounds import InterruptedRun
+from metavd.runs.run import Setup, complete, data_of, deal, run
 from metavd.runs.settings import Experiment, from_toml, with_settings
 from metavd.studies import tune as module
 from metavd.studies.tune import Dimension, Plan, TuneError, Unwatched, dimension, name_of, plan, sealed, tune

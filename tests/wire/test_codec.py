@@ -21,9 +21,9 @@ from metavd.core.types import Update
 from metavd.data.cohort import TRAIN, batches, choose, pool
 from metavd.data.formats import load
 from metavd.data.partition import Federation
-from metavd.engine.backend import loop
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.simulate import simulate
+from metavd.engine.cohorts import simulate
+from metavd.engine.schedule.loop import loop
 from metavd.tree import stack
 from metavd.wire import WireError, codec, counted, decode, encode
 
@@ -562,7 +562,7 @@ def test_a_federation_over_the_wire_is_the_simulation(name, dtype):
     algorithm = methods.algorithm(name, model, setting, chosen)
     with torch.no_grad():
         state = algorithm.server.init(rng.key(0))
-    *_, (wanted, record) = simulate(algorithm, data, state, rounds=4, cohort=3, backend=loop)
+    *_, (wanted, record) = simulate(algorithm, data, loop, state, rounds=4, cohort=3)
     found = over_the_wire(algorithm, data, state, 4, 3, order=lambda clients: clients[::-1])
     assert state_hash(found) == state_hash(wanted)
     if name.endswith(("+dp", "+snip")):

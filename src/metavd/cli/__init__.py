@@ -14,10 +14,10 @@ from ..core.types import NonFiniteError
 from ..data.cohort import ParticipationError
 from ..data.partition import PartitionError
 from ..data.source import SourceError
+from ..engine.rounds import InterruptedRun
 from ..flower.config import FailedRunError, FederationError
 from ..methods import MethodError
 from ..report.read import ReportError
-from ..runs.run import InterruptedRun
 from ..runs.settings import SpecError
 from ..runs.store import StoreError
 from ..runs.track import TrackError

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from .. import methods as catalogue
-from ..engine.simulate import Record
+from ..engine.rounds import Record
 from ..runs.settings import Experiment, SpecError, from_toml, with_settings
 
 _WIDE = 120

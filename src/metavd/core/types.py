@@ -135,10 +135,6 @@ Step = Callable[[Params, Sequence[Batch], Params, Tensor], tuple[Move, Tensor]]
 """(parameters, the step's batches, what was received, () int64 the step's number from 0) -> what changes, loss."""
 
 
-def _same(params: Params) -> Params:
-    return params
-
-
 @dataclass(frozen=True)
 class Local:
     """What one client does with its data, as a value: `init`, then one `step` per group of batches, then `final`.
@@ -154,10 +150,10 @@ class Local:
     clip: float | None = None
     group: int = 1
     """Batches of one step."""
-    init: Callable[[Params], Params] = _same
-    """What was received -> where the steps start."""
-    final: Callable[[Params], Params] = _same
-    """Where the steps ended -> what the client ends with; also of a client without any batch."""
+    init: Callable[[Params], Params] | None = None
+    """What was received -> where the steps start; None: there."""
+    final: Callable[[Params], Params] | None = None
+    """Where the steps ended -> what the client ends with, also one without any batch; None: that."""
 
     def land(self, params: Params, move: Move) -> Params:
         """End a step: return the changed parameters."""
@@ -173,7 +169,7 @@ class Local:
 
     def __call__(self, received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
         """Return what a client makes of what it received, and the mean loss of its steps."""
-        params = self.init(received)
+        params = received if self.init is None else self.init(received)
         total = next(iter(received.values())).new_zeros(())
         count = torch.zeros_like(total)
         for start in range(0, len(batches), self.group):
@@ -187,7 +183,7 @@ class Local:
                 params = tree.where(active > 0, new, params)
             total = total + torch.where(active > 0, loss, torch.zeros_like(loss))
             count = count + active
-        return self.final(params), total / count.clamp(min=1.0)
+        return params if self.final is None else self.final(params), total / count.clamp(min=1.0)
 
 
 Objective = Callable[[Params, Batch, Params], Tensor]

@@ -17,7 +17,7 @@ from .. import methods
 from ..core import rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
-from ..errors import SpecError as SpecError
+from ..errors import SpecError as SpecError  # noqa: PLC0414  where the others look for it
 from ..ops import fused
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
@@ -192,7 +192,7 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
     values["checkpoint_every"] = values["checkpoint_every"] or max(1, min(50, values["rounds"] // 10))
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    if values["backend"] == "auto" and values["device"] != "cpu":  # on a CPU the network decides, see `engine.choice`
+    if values["backend"] == "auto" and values["device"] != "cpu":  # on a CPU the network decides, see `schedule.choice`
         values["backend"] = "vmap"
     if values["precision"] == "auto":
         short = values["device"] != "cpu" and values["dtype"] == "float32"

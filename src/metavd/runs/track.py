@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.simulate import Record
-from .run import Listener
+from ..engine.rounds import Listener, Record
 from .settings import Experiment, to_toml
 
 Tracker = Callable[[Path, Experiment], Listener]

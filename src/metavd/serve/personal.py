@@ -31,18 +31,17 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import nn
 
-from ..core import rng
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
-from ..data.cohort import PERSONAL, TEST, Pool, batches
+from ..data.cohort import Pool
 from ..data.cohort import pool as pool_of
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
 from ..data.source import Source, SourceError, transform
+from ..engine import turn
 from ..engine.checkpoint import digest, load_checkpoint, state_hash, write_atomic
 from ..engine.machine import tuned
 from ..engine.task import Task, client_task
-from ..evaluate.personal import ROWS, personal
 from ..evaluate.uncertainty import entropy
 from ..runs.run import Data, Setup, channels_last, data_of, prepare, using
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
@@ -160,19 +159,16 @@ class Personal:
         last = raw.ndim == 4 and channels_last(self.experiment)
         layout = torch.channels_last if last else torch.contiguous_format
         with torch.no_grad(), tuned(self.task.num_weights, str(self.device)):
-            parts = [
-                answer(
-                    self.params,
-                    self.normalise(part.to(self.device), number).contiguous(memory_format=layout),
-                    rng.fold(key, i).to(self.device),
-                )
-                for i, part in enumerate(torch.split(raw, ROWS))
-            ]
-        probs = torch.cat([part.probs for part in parts]).double().cpu().numpy()
+            parts = (
+                self.normalise(part.to(self.device), number).contiguous(memory_format=layout)
+                for part in torch.split(raw, turn.ROWS)
+            )
+            found = turn.respond(answer, self.params, parts, key.to(self.device))
+        probs = found.probs.double().cpu().numpy()
         if not np.isfinite(probs).all():
             bad = int((~np.isfinite(probs)).any(1).argmax())
             raise NonFiniteError(f"row {bad} is answered with probabilities that are NaN; are its numbers too large?")
-        drawn = torch.cat([part.drawn["information"] for part in parts]).cpu().numpy() if parts[0].drawn else None
+        drawn = found.drawn["information"].cpu().numpy() if found.drawn else None
         return Prediction(probs, entropy(probs), drawn)
 
     def save(self, folder: str | Path) -> Path:
@@ -438,23 +434,23 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
     """Do for one client what evaluation does for all; without a pool the client has nothing to adapt to."""
     setup, state = trained.setup, trained.state
     e, held = setup.experiment, setup.pool.federation
-    key, round = state.key.cpu(), int(state.round)
+    algorithm, now, client = setup.algorithm, turn.moment(state), torch.tensor(number, device=e.device)
     with torch.no_grad(), using(setup):
-        own_key = rng.fold(key, PERSONAL, round, number)
-        stage = setup.algorithm.personal_batches
-        steps = [] if pool is None else batches(pool, number, stage, own_key, state.round)
-        make = personal(setup.algorithm, state, unseen=number >= held.num_clients)
-        own = make(torch.tensor(number, device=e.device), steps)
+        own = [] if pool is None else turn.personal_batches(algorithm, pool, number, now, number)
+        received = turn.received_for_test(
+            algorithm, state.params, state.round, client, own, unseen=number >= held.num_clients
+        )
+        params = turn.own_model(algorithm, received, own)
     described = {
         "format": FORMAT, "metavd": VERSION, "method": e.method, "data": e.data, "run": str(trained.folder.resolve()),
-        "spec": spec_hash(e), "model_sha256": state_hash(state), "round": round,
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "round": now.done,
         "adapted_on": "nothing" if pool is None else "rows of the run",
         "samples": 0 if pool is None else len(pool.federation.train[number]),
         "classes": about.pop("classes", None) or class_names(e.data, held.source),
-        "key": int(rng.fold(key, TEST, round, number)), "noise": _noise(setup.algorithm), "result": trained.result,
+        "key": int(turn.answer_key(now, number)), "noise": _noise(algorithm), "result": trained.result,
         **about,
     }  # fmt: skip
-    return Personal(own, blank(held.source), e, described, trained.module)
+    return Personal(params, blank(held.source), e, described, trained.module)
 
 
 def open_model(

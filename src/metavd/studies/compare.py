@@ -11,9 +11,10 @@ from torch import nn
 
 from ..core.types import Model
 from ..engine.checkpoint import write_atomic
+from ..engine.rounds import Listener, Silent
 from ..evaluate.metrics import interval
 from ..methods import options_of
-from ..runs.run import Data, Listener, Silent, check_folder, data_of, prepare, run
+from ..runs.run import Data, check_folder, data_of, prepare, run
 from ..runs.settings import Experiment, SpecError, with_settings
 from ..runs.store import Store
 from .side import jobs_for, side_by_side

@@ -35,9 +35,10 @@ from ..data.cohort import ParticipationError
 from ..data.partition import TEST_ROWS, PartitionError, describe, federate
 from ..data.source import Source, SourceError, arrays, digits
 from ..engine.checkpoint import write_atomic
+from ..engine.rounds import Listener, Silent
 from ..evaluate.metrics import interval
 from ..runs.provenance import provenance
-from ..runs.run import Listener, Silent, run
+from ..runs.run import run
 from ..runs.settings import RUNTIME, Experiment, SpecError, nearest, with_settings
 from ..runs.store import Store, StoreError
 from .compare import value_at

@@ -46,9 +46,9 @@ from ..data.cohort import ParticipationError
 from ..data.collection import Collection
 from ..data.partition import Federation, PartitionError
 from ..engine.checkpoint import write_atomic
+from ..engine.rounds import InterruptedRun
 from ..runs.run import (
     Data,
-    InterruptedRun,
     Setup,
     complete,
     data_of,

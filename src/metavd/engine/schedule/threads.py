@@ -1,35 +1,18 @@
-"""Three ways to run a function of one client over many: a loop, threads, and vmap.
-
-A job is one client's arguments: tensors, and lists of batches that may be ragged. A backend returns one result a job,
-in the order of the jobs. All agree to rounding, threads with each other and with a loop on one core to the bit.
-"""
+"""Clients side by side, each on one core from its first step to its last."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, islice
 from threading import Event, Semaphore
 from typing import Any, overload
 
 import torch
-from torch import Tensor
-from torch.func import vmap
-from torch.utils import _pytree as pytree
 
-from ..core.types import Batch, Job
-from ..data.cohort import pad
-
-Function = Callable[[Tensor, Sequence[Batch], Tensor, Tensor], Any]
-"""(client, batches, rows, key) -> any tree of tensors."""
-Backend = Callable[[Function, Iterable[Job]], Iterator[Any]]
-
-
-def loop(function: Function, jobs: Iterable[Job]) -> Iterator[Any]:
-    """Run one client after another; memory is one client's."""
-    for job in jobs:
-        yield function(*job)
+from ...core.types import Batch, Job
+from . import Function, Map, Schedule
+from .loop import turns
 
 
 class _Stopped(Exception):  # noqa: N818
@@ -55,7 +38,7 @@ class _Watched(Sequence[Batch]):
         return len(self.batches)
 
 
-def threads(workers: int) -> Backend:
+def side_by_side(workers: int) -> Map:
     """Run up to `workers` clients side by side, each on one core from its first step to its last.
 
     torch computes without Python's lock, so two threads keep two cores as busy as two processes do, and a client's
@@ -91,34 +74,7 @@ def threads(workers: int) -> Backend:
     return run
 
 
-def vectorized(chunk: int) -> Backend:
-    """Run up to `chunk` clients at once under vmap, padded to the largest of them; fewer where memory is short."""
-
-    def run(function: Function, jobs: Iterable[Job]) -> Iterator[Any]:
-        queue, size = iter(jobs), chunk
-        while group := list(islice(queue, size)):
-            try:
-                answers = list(_together(function, group))
-            except torch.cuda.OutOfMemoryError:
-                if len(group) == 1:
-                    raise
-                torch.cuda.empty_cache()
-                queue, size = chain(group, queue), (len(group) + 1) // 2
-                continue
-            yield from answers
-
-    return run
-
-
-def _together(function: Function, group: Sequence[Job]) -> Iterator[Any]:
-    blank = next((batch for job in group for batch in job.batches), None)
-    batches = pad([job.batches for job in group], blank) if blank is not None else []
-    most = max(len(job.rows) for job in group)
-    rows = torch.stack([torch.cat([job.rows, job.rows.new_zeros(most - len(job.rows), *job.rows.shape[1:])])
-                        for job in group])  # fmt: skip
-    clients = torch.stack([job.client for job in group])
-    keys = torch.stack([job.key for job in group])
-    out = vmap(function, randomness="error")(clients, batches, rows, keys)
-    leaves, shape = pytree.tree_flatten(out)
-    for i in range(len(group)):
-        yield pytree.tree_unflatten([leaf[i] for leaf in leaves], shape)
+def threads(workers: int) -> Schedule:
+    """Return the schedule of so many workers."""
+    run = side_by_side(workers)
+    return Schedule("threads", turns(run), run)
