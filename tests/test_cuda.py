@@ -150,6 +150,7 @@ def test_graphs_of_functions() -> None:
     for size in (3, 3, 3, 5, 3, 5, 5):
         tree = {"a": torch.randn(size, device="cuda"), "b": torch.randn(2, size, device="cuda")}
         by = torch.randn((), device="cuda")
+        tree["c"] = torch.randn(size, device="cuda").expand(7, size)
         found = graph(tree, by)
         assert all(torch.equal(found[name], value * by + 1.0) for name, value in tree.items())
     assert len(calls) == 2 * 3, "as it is, warm-up and capture; from then on replayed"

@@ -30,6 +30,7 @@ from metavd.engine.evaluation import answers
 from metavd.engine.rounds import Record
 from metavd.engine.schedule import Map, Schedule
 from metavd.engine.schedule.loop import loop, turns
+from metavd.engine.schedule.threads import threads
 from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
 from metavd.tree import Params
 
@@ -219,6 +220,20 @@ def test_going_on_from_a_state_is_going_on(ordinary: Pool) -> None:
     assert state_hash(steps[-1][0]) == state_hash(whole)
     assert first + [record for _, record in steps] == records
     assert list(simulate(algorithm, ordinary, loop, whole, rounds=4, cohort=3)) == []
+
+
+@pytest.mark.parametrize("schedule", [loop, threads(2), vmap(), vmap(2)], ids=["loop", "threads", "vmap", "parts"])
+@pytest.mark.parametrize("method", ["reptile+metavd", "maml+ensemblevd"])
+def test_what_was_sent_is_what_the_difference_is_taken_to(method: str, schedule: Schedule, ordinary: Pool) -> None:
+    """Law: clients that do not move leave spreads, embeddings and hypernetwork as they are, to the bit."""
+    known = methods.options_of(method)
+    still = {name: 0.0 for name in ("lr", "outer_lr", "hyper_decay", "embed_decay", "spread_decay") if name in known}
+    algorithm = build(method, ordinary, **still)
+    first = started(algorithm)
+    state, _ = trained(algorithm, ordinary, rounds=2, schedule=schedule)
+    owned = [name for name in first.params if name.startswith("server.")]
+    assert owned
+    assert all(torch.equal(state.params[name], first.params[name]) for name in owned)
 
 
 # --- ragged ----------------------------------------------------------------------------------------------------------

@@ -518,16 +518,17 @@ def over_the_wire(algorithm, data, state, rounds, cohort, *, order):
     """The simulator's rounds, each client behind bytes in both directions."""
     for done in range(rounds):
         asked = choose(state.key, done, data.federation.num_clients, cohort)
-        answers = {}
+        answers, gave = {}, {}
         with torch.no_grad():
             for client in order(asked.tolist()):
-                sent = algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+                sent = gave[client] = algorithm.emit.apply(state.params, torch.tensor(client), state.round)
                 received = decode(encode(sent))
                 key = rng.fold(state.key, TRAIN, done, client)
                 adapted, _ = algorithm.local(received, batches(data, client, algorithm.train_batches, key, state.round))
                 answers[client] = decode(encode(adapted, mask_known=True), like=sent)
             weight = torch.tensor([len(data.federation.train[client]) for client in asked.tolist()], dtype=data.dtype)
-            update = Update(asked, stack([answers[client] for client in asked.tolist()]), weight)
+            adapted, sent = (stack([each[client] for client in asked.tolist()]) for each in (answers, gave))
+            update = Update(asked, adapted, weight, sent)
             state = algorithm.server.update(state, update)
     return state
 

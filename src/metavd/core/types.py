@@ -87,11 +87,16 @@ class Emit(NamedTuple):
 
 
 class Update(NamedTuple):
-    """All that ever crosses the wire upward: C client ids, their stacked parameters, their sample counts."""
+    """One round's answers: C client ids, their stacked parameters, their sample counts, and what they were sent.
+
+    The first three are all that ever crosses the wire upward.
+    """
 
     client: Tensor
     params: Params
     weight: Tensor
+    sent: Params
+    """(C, ...) what each client received, to the bit; what all share is one tensor, expanded."""
 
 
 class ServerState(NamedTuple):

@@ -73,7 +73,7 @@ def round_of(
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
         return Answers([], lost, None, None, lambda: Account(down, 0, dense, 0))
-    _, adapted, losses = schedule.train(algorithm, pool, state, cohort)
+    sent, adapted, losses = schedule.train(algorithm, pool, state, cohort)
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
     def account() -> Account:
@@ -86,7 +86,7 @@ def round_of(
             dense_up=all_dense,
         )
 
-    return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight), losses, account)
+    return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account)
 
 
 def _traffic(adapted: Params, count: int) -> list[wire.Traffic]:

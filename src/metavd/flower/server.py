@@ -275,7 +275,9 @@ def _collect(fleet: Fleet, setup: Setup, guard: Guard, state: ServerState, now: 
     # In the order of clients, as the simulator has them.
     replies = [have.good[client] for client in cohort]
     weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
-    update = Update(torch.tensor(cohort), tree.gather([dict(reply.params) for reply in replies]), weight)
+    adapted = tree.gather([dict(reply.params) for reply in replies])
+    sent = tree.gather([dict(have.sent[client]) for client in cohort])
+    update = Update(torch.tensor(cohort), adapted, weight, sent)
     losses = torch.tensor([have.losses[client] for client in cohort], dtype=torch.float64)
     return Answers(cohort, sorted(have.lost), update, losses, account)
 
