@@ -386,12 +386,7 @@ def shuffled_masks(net, released):
     moved = answer(emits, state, cohort, torch.linspace(1.0, 2.0, N))
     masks = []
     for order in (torch.arange(N), torch.tensor([4, 2, 0, 1, 3]), torch.tensor([1, 3, 4, 0, 2])):
-        update = Update(
-            *(
-                each[order] if isinstance(each, torch.Tensor) else {n: v[order] for n, v in each.items()}
-                for each in moved
-            )
-        )
+        update = in_order(moved, order)
         masks.append(snip.update(state, update).params["fc1.mask"])
     return masks
 

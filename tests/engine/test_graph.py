@@ -16,6 +16,7 @@ from metavd.data.source import Source, arrays
 from metavd.engine.cohorts import simulate
 from metavd.engine.schedule import Schedule
 from metavd.engine.schedule import graph as module
+from metavd.engine.schedule.capture import _stored
 from metavd.engine.schedule.graph import stepwise
 from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.table import table, tabled
@@ -112,6 +113,21 @@ def test_rows_and_keys_are_those_of_the_loop() -> None:
         used = drawn.rows[:, column][drawn.mask[:, column] > 0]
         assert sorted(used.tolist()) == sorted([*own.tolist()] * 2)
         assert float(drawn.size[column]) == len(own)
+
+
+def test_what_repeats_itself_is_stored_once() -> None:
+    """Law: a graph's input for an expanded tensor holds its own numbers alone, and expands to the same tensor."""
+    shared = torch.arange(6.0).reshape(2, 3)
+    for value in (
+        shared,
+        shared.expand(5, 2, 3),
+        shared[:, None].expand(2, 4, 3),
+        shared.T,
+        torch.tensor(1.0).expand(3),
+    ):
+        stored = _stored(value)
+        assert torch.equal(stored.expand(value.shape), value)
+        assert stored.numel() == len({float(each) for each in value.flatten()})
 
 
 def test_what_cannot_be_tabled_runs_as_whole_turns() -> None:

@@ -25,13 +25,14 @@ from metavd.data.formats import load
 from metavd.data.partition import Federation
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.cohorts import simulate
+from metavd.engine.cohorts import in_process, simulate
 from metavd.engine.evaluation import answers
-from metavd.engine.rounds import Record
+from metavd.engine.rounds import Answers, Record, rounds
 from metavd.engine.schedule import Map, Schedule
 from metavd.engine.schedule.loop import loop, turns
 from metavd.engine.schedule.threads import threads
 from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
+from metavd.engine.turn import Moment
 from metavd.tree import Params
 
 CHEAP = {
@@ -234,6 +235,42 @@ def test_what_was_sent_is_what_the_difference_is_taken_to(method: str, schedule:
     owned = [name for name in first.params if name.startswith("server.")]
     assert owned
     assert all(torch.equal(state.params[name], first.params[name]) for name in owned)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+def test_rounds_under_way_are_the_same_rounds(ahead: int, ordinary: Pool) -> None:
+    """Law: a loop that begins the next rounds before it waits for this one yields what it yields without."""
+    algorithm = build("reptile+metavd", ordinary)
+    begun: list[int] = []
+
+    def counted(state: ServerState, now: Moment) -> Answers:
+        begun.append(now.done)
+        return here.collect(state, now)
+
+    here = in_process(algorithm, ordinary, loop, cohort=3)
+    wanted = list(rounds(algorithm.server.update, here, started(algorithm), 4))
+    steps = rounds(algorithm.server.update, here._replace(collect=counted, ahead=ahead), started(algorithm), 4)
+    found = [next(steps)]
+    assert begun == list(range(min(1 + ahead, 4)))
+    found += steps
+    assert [(state_hash(state), record) for state, record in found] == [(state_hash(s), r) for s, r in wanted]
+
+
+def test_a_transport_may_change_the_state_before_a_round(ordinary: Pool) -> None:
+    """Law: `ready` is asked before every round, and what it returns is what is sent and updated."""
+    algorithm = build("fedavg", ordinary)
+    seen: list[float] = []
+
+    def ready(state: ServerState) -> ServerState:
+        seen.append(float(state.round))
+        return state._replace(params=state.params | {"fc2.bias": state.params["fc2.bias"] + 1.0})
+
+    still = build("fedavg", ordinary, lr=0.0)
+    steps = rounds(still.server.update, in_process(still, ordinary, loop, cohort=3)._replace(ready=ready),
+                   started(algorithm), 3)  # fmt: skip
+    *_, (state, _) = steps
+    assert seen == [0.0, 1.0, 2.0]
+    torch.testing.assert_close(state.params["fc2.bias"], started(algorithm).params["fc2.bias"] + 3.0)
 
 
 # --- ragged ----------------------------------------------------------------------------------------------------------

@@ -150,6 +150,13 @@ def test_crash_and_resume(tmp_path: Path, at: int, every: int) -> None:
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+def test_a_checkpoint_names_its_run(tmp_path: Path) -> None:
+    """Its spec, its seed and its round stand beside the state."""
+    result = run(out=tmp_path / "run", **TINY | {"seed": 5})
+    _, extra = load_checkpoint(tmp_path / "run" / "checkpoint")  # type: ignore[misc]
+    assert extra["run"] == {"spec": result["spec"], "seed": 5, "round": 3}
+
+
 def test_interrupt_saves_the_last_round(tmp_path: Path) -> None:
     """Ctrl-C: the state of the last whole round is stored, whatever the interval; the text says how to go on."""
     settings = TINY | {"rounds": 9, "checkpoint_every": 9}
