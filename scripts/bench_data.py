@@ -25,8 +25,7 @@ from typing import Any
 import torch
 
 from metavd.core import rng
-from metavd.engine.simulate import simulate
-from metavd.runs.run import Experiment, evaluate, prepare, start
+from metavd.runs.run import Experiment, evaluate, prepare, rounds_of, start
 
 ROUNDS = 30
 CASES = {
@@ -54,7 +53,7 @@ def measure(settings: dict[str, Any]) -> dict[str, float]:
     seconds = []
     state = start(setup)
     rounds = 3 if settings["data"] == "cifar100" else ROUNDS
-    steps = simulate(setup.algorithm, setup.pool, state, rounds=rounds, cohort=10, backend=setup.backend)
+    steps = rounds_of(setup, state)
     for _ in range(rounds):
         began = time.perf_counter()
         state, _record = next(steps)

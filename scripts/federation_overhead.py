@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from metavd.engine.rounds import Silent
 from metavd.flower.local import federation
-from metavd.runs.run import Silent, run
+from metavd.runs.run import run
 from metavd.runs.store import Store
 
 NODES = 3

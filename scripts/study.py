@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from metavd.bench.whole import SETTING
-from metavd.runs.run import Listener, run
+from metavd.engine.rounds import Listener
+from metavd.runs.run import run
 from metavd.runs.store import Store
 from metavd.studies.lines import Line, identity, read
 from metavd.studies.many import carry_out, taken

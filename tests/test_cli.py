@@ -26,7 +26,7 @@ from metavd import methods
 from metavd.cli.terminal import Reporter
 from metavd.data.partition import describe, federate
 from metavd.data.source import digits
-from metavd.engine.simulate import Record
+from metavd.engine.rounds import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--set", "clients=4", "--set", "cohort=2", "--set", "width=8", "--set", "test_share=0.9"]

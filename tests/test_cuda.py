@@ -10,13 +10,12 @@ import metavd
 from metavd import methods
 from metavd.core import rng
 from metavd.data.augment import crop_and_flip
-from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
-from metavd.engine import stepped
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.graph import captured
-from metavd.engine.simulate import train_round
-from metavd.runs.run import Experiment, prepare, rounds_of, start
+from metavd.engine.rounds import rounds
+from metavd.engine.schedule import graph
+from metavd.engine.schedule.capture import captured
+from metavd.runs.run import Experiment, prepare, rounds_of, server_update, start, transport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -129,11 +128,9 @@ def test_rounds_ahead_are_the_same_rounds() -> None:
     experiment = Experiment(method="reptile+metavd", options={"batch": 16, "local_epochs": 1}, **_without(PICTURES))
     setup = prepare(experiment, pictures())
     states = [state for state, _ in rounds_of(setup, start(setup))]
-    one = start(setup)
+    one, alone = start(setup), transport(setup)._replace(ahead=0)
     for done, ahead in enumerate(states):
-        cohort = choose(one.key.cpu(), done, 6, 4)
-        with torch.no_grad():
-            one, _ = train_round(setup.algorithm, setup.pool, one, cohort, setup.backend, trainer=setup.trainer)
+        ((one, _),) = rounds(server_update(setup), alone, one, done + 1)
         assert state_hash(one) == state_hash(ahead)
 
 
@@ -153,6 +150,7 @@ def test_graphs_of_functions() -> None:
     for size in (3, 3, 3, 5, 3, 5, 5):
         tree = {"a": torch.randn(size, device="cuda"), "b": torch.randn(2, size, device="cuda")}
         by = torch.randn((), device="cuda")
+        tree["c"] = torch.randn(size, device="cuda").expand(7, size)
         found = graph(tree, by)
         assert all(torch.equal(found[name], value * by + 1.0) for name, value in tree.items())
     assert len(calls) == 2 * 3, "as it is, warm-up and capture; from then on replayed"
@@ -166,14 +164,14 @@ def test_a_cohort_that_does_not_fit_is_trained_in_parts(monkeypatch: pytest.Monk
     """Law: memory that runs out halves the part, and the run ends where it would have ended."""
     settings = PICTURES | {"method": "fedavg", "source": pictures(), "precision": "exact"}
     whole = metavd.run(**settings)
-    original = stepped._train
+    original = graph._train
 
     def scarce(algorithm: object, pool: object, state: object, who: tuple, kept: list, *, capture: bool) -> object:
-        if len(who[0]) > 2:
+        if len(who[1].steps) > 2:
             raise torch.cuda.OutOfMemoryError("not today")
         return original(algorithm, pool, state, who, kept, capture=capture)
 
-    monkeypatch.setattr(stepped, "_train", scarce)
+    monkeypatch.setattr(graph, "_train", scarce)
     parts = metavd.run(**settings)
     assert parts["test"]["nll"] == pytest.approx(whole["test"]["nll"], rel=1e-3)
 

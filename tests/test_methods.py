@@ -18,14 +18,16 @@ from metavd.core import rng
 from metavd.core.model import from_module, xavier
 from metavd.core.types import ServerState
 from metavd.data.formats import load
-from metavd.engine.backend import loop, vectorized
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
+from metavd.engine.cohorts import simulate
+from metavd.engine.evaluation import answers
 from metavd.engine.machine import tuned
-from metavd.engine.simulate import simulate
+from metavd.engine.rounds import Silent
+from metavd.engine.schedule.loop import loop
+from metavd.engine.schedule.vmap import vmap
 from metavd.errors import SpecError
-from metavd.evaluate.personal import answers
 from metavd.models.mlp import mlp
-from metavd.runs.run import Setup, Silent, prepare, start
+from metavd.runs.run import Setup, prepare, start
 from metavd.runs.settings import Experiment
 
 FIELDS = {
@@ -39,7 +41,7 @@ CHEAP = {
 }  # fmt: skip
 """Settings that make any method quick; each takes those it has. The threshold is low, so that +drop drops weights."""
 
-BACKENDS = {"loop": loop, "vmap": vectorized(3), "chunks of 2": vectorized(2)}
+BACKENDS = {"loop": loop, "vmap": vmap(3), "chunks of 2": vmap(2)}
 
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fedavg+metavd", {"newcomer": "fit", "fit_steps": 2, "predict": "draws", "samples": 2}),
@@ -74,7 +76,7 @@ def setup_of(name: str, options: dict[str, Any] | None = None) -> Setup:
 def trained(setup: Setup, state: ServerState | None = None, *, backend: str = "loop", rounds: int = 3) -> ServerState:
     first = state or start(setup)
     with tuned(0, "cpu"):
-        steps = simulate(setup.algorithm, setup.pool, first, rounds=rounds, cohort=3, backend=BACKENDS[backend])
+        steps = simulate(setup.algorithm, setup.pool, BACKENDS[backend], first, rounds=rounds, cohort=3)
         *_, (last, record) = steps
     assert math.isfinite(record.loss)
     return last
@@ -99,7 +101,7 @@ def probabilities(setup: Setup, state: ServerState, backend: str = "loop") -> li
         return [
             result.probs
             for clients in groups
-            for result, _ in answers(setup.algorithm, setup.pool, state, clients, BACKENDS[backend])
+            for result, _ in answers(setup.algorithm, setup.pool, state, clients, BACKENDS[backend].map)
         ]
 
 

@@ -82,6 +82,9 @@ def test_gather_stacks_and_empties():
     parts = [dict(A), dict(other)]
     assert_close(tree.gather(parts), tree.stack([A, other]), rtol=0, atol=0)
     assert parts == [{}, {}]
+    shared = tree.gather([dict(A), dict(A), dict(A)])
+    assert_close(shared, tree.stack([A, A, A]), rtol=0, atol=0)
+    assert all(value.stride(0) == 0 for value in shared.values()), "what all share is not copied"
 
 
 def test_where_takes_whole_trees():
@@ -89,6 +92,9 @@ def test_where_takes_whole_trees():
     bad = tree.map(lambda value: value * math.nan, A)
     assert_close(tree.where(torch.tensor(True), A, bad), A, rtol=0, atol=0)
     assert_close(tree.where(torch.tensor(False), bad, A), A, rtol=0, atol=0)
+    fresh = torch.ones(2)
+    shared = tree.where(torch.tensor(False), A | {"new": fresh}, A)
+    assert all(shared[name] is value for name, value in (A | {"new": fresh}).items())
 
 
 def test_select_goes_by_name():

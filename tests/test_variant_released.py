@@ -48,7 +48,8 @@ def received(algorithm, state, number=0):
 def answers(algorithm, state, shift=0.0, cohort=COHORT, sizes=SIZES):
     """The cohort returns what it received, every trained entry shifted."""
     sent = vmap(algorithm.emit.apply, (None, 0, None))(state.params, cohort, state.round)
-    return Update(cohort, {n: v if n.endswith(("mask", "keep")) else v + shift for n, v in sent.items()}, sizes)
+    back = {n: v if n.endswith(("mask", "keep")) else v + shift for n, v in sent.items()}
+    return Update(cohort, back, sizes, sent)
 
 
 def same(found, wanted, atol=1e-12):
@@ -144,7 +145,7 @@ def test_dead_zone_is_for_ever(build):
         batch = [_batch()]
         sent = vmap(algorithm.emit.apply, (None, 0, None))(state.params, COHORT, state.round)
         back = tree.stack([algorithm.local(tree.unstack(sent, i), batch)[0] for i in range(2)])
-        new = algorithm.server.update(state, Update(COHORT, back, SIZES))
+        new = algorithm.server.update(state, Update(COHORT, back, SIZES, sent))
         low = state.params[last] < -1.0
         assert low.any()
         assert (new.params[last][low] == state.params[last][low]).all() == still

@@ -72,8 +72,17 @@ def stack(trees: Sequence[Params]) -> Params:
 
 
 def gather(trees: Sequence[Params]) -> Params:
-    """Stack trees and empty them entry by entry, so that a cohort's weights are not in memory twice."""
-    return {name: torch.stack([tree.pop(name) for tree in trees]) for name in list(trees[0])}
+    """Stack trees and empty them entry by entry, so that a cohort's weights are not in memory twice.
+
+    An entry that all trees share, the very same tensor, is expanded and not copied.
+    """
+
+    def joined(values: list[Tensor]) -> Tensor:
+        first = values[0]
+        shared = all(value is first for value in values)
+        return first.expand(len(values), *first.shape) if shared else torch.stack(values)
+
+    return {name: joined([tree.pop(name) for tree in trees]) for name in list(trees[0])}
 
 
 def unstack(tree: Params, index: int) -> Params:
@@ -82,5 +91,8 @@ def unstack(tree: Params, index: int) -> Params:
 
 
 def where(condition: Tensor, new: Params, old: Params) -> Params:
-    """Return new where the scalar condition holds, else old, entry by entry."""
-    return {name: torch.where(condition, value, old[name]) for name, value in new.items()}
+    """Return new where the scalar condition holds, else old; entries that both share, or that old lacks, are new's."""
+    return {
+        name: value if value is old.get(name, value) else torch.where(condition, value, old[name])
+        for name, value in new.items()
+    }

@@ -148,7 +148,9 @@ def test_a_round_moves_features_and_points(net, setting, make_batch):
     _, losses = algorithm.local(received, [batch] * 10)
     assert losses < first
     moved = {name: torch.stack([value, received[name]]) for name, value in adapted.items()}
-    new = algorithm.server.update(state, Update(torch.tensor([0, 1]), moved, torch.tensor([9.0, 1.0]).double()))
+    sent = {name: torch.stack([value, value]) for name, value in received.items()}
+    weight = torch.tensor([9.0, 1.0]).double()
+    new = algorithm.server.update(state, Update(torch.tensor([0, 1]), moved, weight, sent))
     for name, value in new.params.items():
         assert_close(value, moved[name].mean(0), rtol=0, atol=1e-12)
     assert (new.params[POINTS] - state.params[POINTS]).abs().max() > 0

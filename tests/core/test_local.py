@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 from metavd import tree
 from metavd.core import local, objective, rng
 from metavd.core.model import attach, from_module, xavier
-from metavd.core.types import Batch
+from metavd.core.types import Batch, Local, Move
 from metavd.core.variational import Noise
 
 A = torch.tensor([[2.0, 0.3], [0.3, 0.5]], dtype=torch.float64)
@@ -104,8 +105,39 @@ def test_keep_keeps(net, steps):
     """`keep` uses what was received as it is, whatever the batches."""
     received = net.init(rng.key(0))
     adapted, loss = local.keep(received, steps(2))
-    assert adapted is received
+    assert all(adapted[name] is value for name, value in received.items())
     assert loss == 0
+
+
+def test_a_step_knows_its_number(make_batch):
+    """Padding in front, between and behind has no number: real steps count from 0, under vmap too."""
+    received = {"w": START}
+
+    def numbered(params, batches, received, index):  # noqa: ARG001
+        return Move({}, {"w": params["w"] * 10 + index}), params["w"].new_zeros(())
+
+    count = Local(numbered, group=2)
+    real, idle = make_batch(pad=0), blank(make_batch(pad=0))
+    bare = make_batch()
+    wanted = count(received, [bare] * 6)[0]["w"]
+    assert_close(wanted, START * 1000 + 12)
+    for steps in ([real] * 6, [idle, idle, *[real] * 4, idle, idle, real, real]):
+        assert torch.equal(count(received, steps)[0]["w"], wanted)
+        stacked = [Batch(*(torch.stack([part] * 2) for part in each)) for each in steps]
+        assert torch.equal(vmap(count)(tree.stack([received] * 2), stacked)[0]["w"][1], wanted)
+
+
+def test_a_stage_begins_and_ends(make_batch):
+    """`init` comes before the first step, `final` after the last, also where there is no step at all."""
+    stage = replace(
+        local.sgd(quadratic, lr=0.1),
+        init=lambda params: params | {"w": params["w"] + 1},
+        final=lambda params: params | {"end": -params["w"]},
+    )
+    plain, _ = local.sgd(quadratic, lr=0.1)({"w": START + 1}, [make_batch()])
+    found, _ = stage({"w": START}, [make_batch()])
+    close(found, plain | {"end": -plain["w"]}, atol=0)
+    close(stage({"w": START}, [])[0], {"w": START + 1, "end": -START - 1}, atol=0)
 
 
 def test_masks_never_move(net, steps):

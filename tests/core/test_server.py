@@ -50,7 +50,13 @@ def answer(emits, state, cohort=COHORT, sizes=SIZES, *, scale=0.1, seed=0):
         if name.endswith(".mask"):
             weight = name.replace("mask", "weight")
             moved[weight] = torch.where(received[name] > 0, moved[weight], received[weight])
-    return Update(cohort, moved, sizes)
+    return Update(cohort, moved, sizes, received)
+
+
+def in_order(update, order):
+    """The same answers, clients in another order."""
+    params, sent = ({n: v[order] for n, v in part.items()} for part in (update.params, update.sent))
+    return Update(update.client[order], params, update.weight[order], sent)
 
 
 def loop(emits, state, update, targets, weights, *, owned_alone):
@@ -90,6 +96,20 @@ def test_pull_is_fedavg(net):
         assert_close(value, torch.einsum("c,c...->...", SHARES, update.params[name]), rtol=0, atol=1e-14)
     assert new.round == state.round + 1
     assert new.key == state.key
+
+
+@pytest.mark.parametrize("kind", ["one_for_all", "one_per_client", "meta"])
+def test_the_difference_is_taken_to_what_was_sent(net, kind):
+    """Clients that send back just what they received pull at nothing, however that was rounded on its way out."""
+    emits = emits_for(net)[kind]
+    pull = server.pull(emits, aggregate.mean, PLAIN)
+    state = pull.init(rng.key(0))
+    update = answer(emits, state, scale=0.0)
+    rounded = {name: value + 1e-9 * torch.randn_like(value) for name, value in update.sent.items()}
+    new = pull.update(state, update._replace(params=rounded, sent=rounded)).params
+    assert all(torch.equal(new[name], value) for name, value in state.params.items())
+    computed_anew = pull.update(state, update._replace(params=rounded)).params
+    assert any(not torch.equal(computed_anew[name], value) for name, value in state.params.items())
 
 
 def test_pull_without_sizes_is_the_plain_mean(net):
@@ -233,7 +253,7 @@ def test_order_of_answers_changes_nothing(net):
     state = pull.init(rng.key(0))
     update = answer(emits, state)
     order = torch.tensor([2, 0, 1])
-    shuffled = Update(update.client[order], {n: v[order] for n, v in update.params.items()}, update.weight[order])
+    shuffled = in_order(update, order)
     one, other = (pull.update(state, u).params for u in (update, shuffled))
     for name in one:
         assert_close(one[name], other[name], rtol=0, atol=1e-12)
@@ -340,7 +360,7 @@ def test_the_papers_layer_keeps_thirty_percent():
     weight = rng.normal(rng.key(0), [128, 256], torch.float64)
 
     state = ServerState({"fc1.weight": weight, "fc1.mask": torch.ones(128, 256)}, {}, torch.zeros(()), rng.key(0))
-    answers = Update(COHORT[:1], {"fc1.weight": weight[None] + 1.0}, SIZES[:1])
+    answers = Update(COHORT[:1], {"fc1.weight": weight[None] + 1.0}, SIZES[:1], {})
     for released, kept in ((False, 9_830), (True, 9_831)):
         snip = server.prune(STILL, ["fc1"], released=released)
         assert snip.update(state, answers).params["fc1.mask"].sum() == kept
@@ -351,7 +371,7 @@ def test_sparsity_is_met_exactly(sparsity):
     """Of 100 weights, 100 (1 - sparsity) stay, also where 1 - sparsity is not exact in binary."""
     weight = torch.linspace(0.1, 1.0, 100).double()
     state = ServerState({"a.weight": weight, "a.mask": torch.ones(100)}, {}, torch.zeros(()), rng.key(0))
-    answers = Update(COHORT[:1], {"a.weight": torch.zeros(1, 100).double()}, SIZES[:1])
+    answers = Update(COHORT[:1], {"a.weight": torch.zeros(1, 100).double()}, SIZES[:1], {})
     mask = server.prune(STILL, ["a"], sparsity=sparsity).update(state, answers).params["a.mask"]
     assert mask.sum().item() == round(100 * (1 - sparsity))
     assert mask[-1] == 1
@@ -366,7 +386,7 @@ def shuffled_masks(net, released):
     moved = answer(emits, state, cohort, torch.linspace(1.0, 2.0, N))
     masks = []
     for order in (torch.arange(N), torch.tensor([4, 2, 0, 1, 3]), torch.tensor([1, 3, 4, 0, 2])):
-        update = Update(cohort[order], {n: v[order] for n, v in moved.params.items()}, moved.weight[order])
+        update = in_order(moved, order)
         masks.append(snip.update(state, update).params["fc1.mask"])
     return masks
 

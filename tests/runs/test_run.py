@@ -18,9 +18,10 @@ from metavd.core.types import NonFiniteError
 from metavd.data.partition import PartitionError
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import load_checkpoint, state_hash
+from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.errors import SpecError
 from metavd.models import module_for
-from metavd.runs.run import InterruptedRun, Silent, evaluate, prepare, run, start
+from metavd.runs.run import evaluate, prepare, run, start
 from metavd.runs.settings import Experiment
 from metavd.runs.store import StoreError
 
@@ -147,6 +148,13 @@ def test_crash_and_resume(tmp_path: Path, at: int, every: int) -> None:
     assert told.started == [(at - 1) // every * every]
     for name in ("rounds.jsonl", "clients.csv", "config.toml"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_checkpoint_names_its_run(tmp_path: Path) -> None:
+    """Its spec, its seed and its round stand beside the state."""
+    result = run(out=tmp_path / "run", **TINY | {"seed": 5})
+    _, extra = load_checkpoint(tmp_path / "run" / "checkpoint")  # type: ignore[misc]
+    assert extra["run"] == {"spec": result["spec"], "seed": 5, "round": 3}
 
 
 def test_interrupt_saves_the_last_round(tmp_path: Path) -> None:

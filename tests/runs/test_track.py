@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from metavd import run
-from metavd.runs.run import InterruptedRun, Silent
+from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.runs.settings import Experiment
 from metavd.runs.store import Store
 from metavd.runs.track import TRACKERS, TrackError, both, numbers

@@ -21,10 +21,10 @@ from torch import nn
 from metavd.container import dump
 from metavd.data.cohort import pool
 from metavd.data.source import Source, arrays, digits
-from metavd.engine.backend import loop
+from metavd.engine.evaluation import answers
+from metavd.engine.schedule.loop import loop
 from metavd.errors import SpecError
 from metavd.evaluate.metrics import ClientResult
-from metavd.evaluate.personal import answers
 from metavd.runs.run import run
 from metavd.serve import export
 from metavd.serve import personal as use
@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def evaluated(trained: Trained, client: int) -> ClientResult:
     setup = trained.setup
-    ((result, _),) = answers(setup.algorithm, setup.pool, trained.state, [client], loop)
+    ((result, _),) = answers(setup.algorithm, setup.pool, trained.state, [client], loop.map)
     return result
 
 

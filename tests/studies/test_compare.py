@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metavd.engine.rounds import Silent
 from metavd.errors import SpecError
-from metavd.runs.run import Silent
 from metavd.runs.settings import Experiment
 from metavd.runs.store import StoreError
 from metavd.studies.compare import cell, columns, compare, markdown, summarize_runs

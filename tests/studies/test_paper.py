@@ -13,8 +13,8 @@ import pytest
 
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
+from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.errors import SpecError
-from metavd.runs.run import InterruptedRun, Silent
 from metavd.runs.store import Store
 from metavd.studies.lines import append, identity, read
 from metavd.studies.paper import carry

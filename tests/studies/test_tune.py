@@ -21,7 +21,8 @@ from metavd import methods
 from metavd.data import partition
 from metavd.data.partition import Federation, sealed
 from metavd.data.source import Source, arrays
-from metavd.runs.run import InterruptedRun, Setup, data_of, run
+from metavd.engine.rounds import InterruptedRun
+from metavd.runs.run import Setup, data_of, run
 from metavd.runs.settings import Experiment, from_toml, with_settings
 from metavd.studies import tune as module
 from metavd.studies.tune import Dimension, Plan, TuneError, Unwatched, dimension, name_of, plan, tune

@@ -23,9 +23,9 @@ from metavd.core.types import Update
 from metavd.data.cohort import TRAIN, batches, choose, pool
 from metavd.data.formats import load
 from metavd.data.partition import Federation
-from metavd.engine.backend import loop
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.simulate import simulate
+from metavd.engine.cohorts import simulate
+from metavd.engine.schedule.loop import loop
 from metavd.models.mlp import mlp
 from metavd.tree import stack
 from metavd.wire import codec, counted, decode, encode
@@ -416,16 +416,17 @@ def over_the_wire(algorithm, data, state, rounds, cohort, *, order):
     """The simulator's rounds, each client behind bytes in both directions."""
     for done in range(rounds):
         asked = choose(state.key, done, data.federation.num_clients, cohort)
-        answers = {}
+        answers, gave = {}, {}
         with torch.no_grad():
             for client in order(asked.tolist()):
-                sent = algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+                sent = gave[client] = algorithm.emit.apply(state.params, torch.tensor(client), state.round)
                 received = decode(encode(sent))
                 key = rng.fold(state.key, TRAIN, done, client)
                 adapted, _ = algorithm.local(received, batches(data, client, algorithm.train_batches, key, state.round))
                 answers[client] = decode(encode(adapted, mask_known=True), like=sent)
             weight = torch.tensor([len(data.federation.train[client]) for client in asked.tolist()], dtype=data.dtype)
-            update = Update(asked, stack([answers[client] for client in asked.tolist()]), weight)
+            adapted, sent = (stack([each[client] for client in asked.tolist()]) for each in (answers, gave))
+            update = Update(asked, adapted, weight, sent)
             state = algorithm.server.update(state, update)
     return state
 
@@ -460,7 +461,7 @@ def test_a_federation_over_the_wire_is_the_simulation(name, dtype):
     algorithm = methods.algorithm(name, model, setting, chosen)
     with torch.no_grad():
         state = algorithm.server.init(rng.key(0))
-    *_, (wanted, record) = simulate(algorithm, data, state, rounds=4, cohort=3, backend=loop)
+    *_, (wanted, record) = simulate(algorithm, data, loop, state, rounds=4, cohort=3)
     found = over_the_wire(algorithm, data, state, 4, 3, order=lambda clients: clients[::-1])
     assert state_hash(found) == state_hash(wanted)
     if name.endswith(("+drop", "+snip")):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..core import rng
 from ..data.cohort import choose
 from ..data.source import arrays
-from ..engine.simulate import Record
+from ..engine.rounds import Record
 from ..runs.run import Setup, prepare, rounds_of, start, using
 from ..runs.settings import Experiment, with_settings
 from .plain import images, tell

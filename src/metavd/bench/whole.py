@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-from ..engine.simulate import Record
-from ..runs.run import Silent, run
+from ..engine.rounds import Record, Silent
+from ..runs.run import run
 
 RUNS = (("fedavg", 1), ("reptile", 1), ("reptile+metavd", 1), ("maml", 1), ("perfedavg", 1), ("reptile+metavd", 4))
 """Methods, and how many runs of each at once."""

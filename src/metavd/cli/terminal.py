@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from ..engine.simulate import Record
+    from ..engine.rounds import Record
 
 _WIDE = 120
 """Columns of a table that does not go to a terminal."""

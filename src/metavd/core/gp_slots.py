@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..tree import Params
 from . import gp, rng
-from .local import keep
-from .types import NEW, Admit, Answer, Batch, Emit, Local, Model, Objective, Predict
+from .types import NEW, Admit, Answer, Batch, Emit, Local, Model, Move, Objective, Predict
 
 POINTS = "gp_points"
 _BORROW = "gp.borrow"
@@ -57,27 +56,27 @@ def predictive_likelihood(model: Model, tree: Tree) -> Objective:
 def conditioned(model: Model, tree: Tree) -> Local:
     """Personalise by conditioning the tree on all of the client's rows; the weights stay as received."""
 
-    def local(received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
-        own, loss = keep(received, batches)
-        points = received[POINTS]
-        borrow = received.get(_BORROW, torch.zeros((), dtype=points.dtype, device=points.device))
-        if batches:
-            batch = batches[0]
-            features, y, mask, key = model.features(own, batch.x), batch.y, batch.mask, batch.key
-        else:
-            features, y, mask = (
-                points[0, :1],
-                torch.zeros(1, dtype=torch.int64, device=points.device),
-                points[0, :1, 0] * 0,
-            )
-            key = rng.key(0, points.device)
-        posterior = gp.condition(
+    def posterior(params: Params, features: Tensor, y: Tensor, mask: Tensor | None, key: Tensor) -> Params:
+        points = params[POINTS]
+        borrow = params.get(_BORROW, torch.zeros((), dtype=points.dtype, device=points.device))
+        return gp.condition(
             features, y, mask, key, tree.num_classes, points=points, borrow=borrow, limit=tree.limit,
             chains=tree.chains, sweeps=tree.sweeps,
         )  # fmt: skip
-        return own | posterior, loss
 
-    return local
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+        batch = batches[0]
+        found = posterior(params, model.features(params, batch.x), batch.y, batch.mask, batch.key)
+        return Move({}, found), params[POINTS].new_zeros(())
+
+    def final(params: Params) -> Params:
+        if "gp.features" in params:
+            return params
+        points = params[POINTS]
+        nothing = torch.zeros(1, dtype=torch.int64, device=points.device)
+        return params | posterior(params, points[0, :1], nothing, points[0, :1, 0] * 0, rng.key(0, points.device))
+
+    return Local(step, final=final)
 
 
 def tree_prediction(model: Model, tree: Tree) -> Predict:

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..ops import fused
 from ..tree import Params
 from . import rng
 from .diff import grad, grad_and_value, hessian_product
-from .types import Batch, Local, Objective
-
-Step = Callable[[Params, Sequence[Batch], Params], tuple[Params, Tensor]]
-"""(parameters, the step's batches, what was received) -> new parameters, loss."""
+from .types import Batch, Local, Move, Objective
 
 FIXED = ("mask", "keep")
 """Endings of entries that no gradient ever moves."""
 
 
-def keep(received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:  # noqa: ARG001
-    """Use what was received as it is."""
-    return received, next(iter(received.values())).new_zeros(())
+def _nothing(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+    return Move({}, {}), next(iter(params.values())).new_zeros(())
+
+
+keep = Local(_nothing)
+"""Use what was received as it is."""
 
 
 def _trained(params: Params, frozen: Sequence[str]) -> Params:
@@ -47,18 +45,6 @@ def _bind(
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
 
 
-def _land(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
-    """Take the step that ends a client's turn, through which nobody differentiates: `_move` without its copies."""
-    start = {name: params[name] for name in gradient}
-    if any(name.endswith(".keep") for name in params):
-        return _move(params, gradient, lr, clip)
-    if fused.descendable(start):
-        return params | fused.descend(start, gradient, lr, clip)
-    norms = [torch.linalg.vector_norm(value) for value in gradient.values()]
-    rate = lr if clip is None else lr * tree.clip_scale(torch.stack(norms), clip)
-    return params | {name: value - rate * gradient[name] for name, value in start.items()}
-
-
 def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
     """Take one clipped step. A layer's "keep" (see `emit.kept`) holds weights fixed only after the clip."""
     slope = tree.join(gradient)
@@ -70,43 +56,23 @@ def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Pa
     return params | tree.part(tree.join(start) - rate * slope, start)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A local stage: one step a group of batches, where a group of padding is no step.
-
-    Nothing is carried from step to step but the parameters, so an engine may also take the steps itself.
-    """
-
-    step: Step
-    group: int = 1
-
-    def __call__(self, received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
-        """Take all steps; return the parameters and the mean loss."""
-        params, (_, total) = received, keep(received, batches)
-        count = torch.zeros_like(total)
-        for start in range(0, len(batches), self.group):
-            chunk = batches[start : start + self.group]
-            new, loss = self.step(params, chunk, received)
-            mask = chunk[0].mask
-            if mask is None:
-                params, active = new, torch.ones_like(total)
-            else:
-                active = (mask.sum() > 0).to(total.dtype)
-                params = tree.where(active > 0, new, params)
-            total = total + torch.where(active > 0, loss, torch.zeros_like(loss))
-            count = count + active
-        return params, total / count.clamp(min=1.0)
+def _down(params: Params, gradient: Params, lr: float, clip: float | None) -> Move:
+    """Return the step that ends a client's turn: down the gradient, but where "keep" holds weights that step itself."""
+    if any(name.endswith(".keep") for name in params):
+        moved = _move(params, gradient, lr, clip)
+        return Move({}, {name: moved[name] for name in gradient})
+    return Move(gradient, {})
 
 
 def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
     """Plain gradient descent, one step a batch: w <- w - lr clip(grad), without momentum or weight decay."""
 
-    def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         function, trained = _bind(objective, params, batches[0], received)
         gradient, loss = grad_and_value(function)(trained)
-        return _land(params, gradient, lr, clip), loss
+        return _down(params, gradient, lr, clip), loss
 
-    return Steps(step)
+    return Local(step, lr, clip)
 
 
 def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Params, Params], Tensor]:
@@ -143,7 +109,7 @@ def maml(
     the graph, as in the released code.
     """
 
-    def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         support, query = batches[0], _together(outer, batches[1:])
 
         def adapted(moving: Params) -> Tensor:
@@ -152,9 +118,9 @@ def maml(
             return query(_move(whole, grad(function)(trained), lr, inner_clip), received)
 
         gradient, loss = grad_and_value(adapted)(_trained(params, ()))
-        return _land(params, gradient, outer_lr, clip), loss
+        return _down(params, gradient, outer_lr, clip), loss
 
-    return Steps(step, 3)
+    return Local(step, outer_lr, clip, group=3)
 
 
 def hf_maml(
@@ -182,8 +148,9 @@ def hf_maml(
     with common noise. "released" repeats the released code: its minus point is w itself, so it returns half of H g,
     its two gradients draw different noise, and g and H g are clipped apart.
     """
+    last_clip = None if product == "released" else clip
 
-    def step(params: Params, batches: Sequence[Batch], received: Params) -> tuple[Params, Tensor]:
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         first, second, third = batches
         function, trained = _bind(inner, params, first, received, frozen)
         shifted = _move(params, grad(function)(trained), lr, clip)
@@ -200,12 +167,11 @@ def hf_maml(
             ahead, here = grad(function)(tree.axpy(delta, gradient, point)), grad(other)(point)
             curved = tree.map(lambda a, b: (a - b) / (2.0 * delta), ahead, here)
             gradient, curved = tree.clip(gradient, clip), tree.clip(curved, clip)
-            return _land(params, tree.axpy(-lr, curved, gradient), outer_lr, None), loss
-        if trust < math.inf:
+        if trust < math.inf and product != "released":
             limit = trust * tree.squared_norm(gradient).sqrt()
             size = lr * tree.squared_norm(curved).sqrt()
             scale = torch.where(size > limit, limit / size.clamp(min=1e-30), torch.ones_like(size))
             curved = tree.map(lambda value: value * scale, curved)
-        return _land(params, tree.axpy(-lr, curved, gradient), outer_lr, clip), loss
+        return _down(params, tree.axpy(-lr, curved, gradient), outer_lr, last_clip), loss
 
-    return Steps(step, 3)
+    return Local(step, outer_lr, last_clip, group=3)

@@ -44,7 +44,10 @@ def pull(
 ) -> Server:
     """Pull the server's parameters so that what it emits moves towards the targets.
 
-        gradient = sum_i w_i J_emit(i)^T (emitted_i - target_i)        one vector-Jacobian product
+        gradient = sum_i w_i J_emit(i)^T (sent_i - target_i)        one vector-Jacobian product
+
+    sent_i is what client i received, not what `emit` computes anew: where a client moves a spread by less than the
+    rounding between two ways to compute it, that rounding would be most of the gradient.
 
     With `emit = shared` and SGD(1) this is FedAvg, with server momentum Reptile, with a hypernetwork inside `emit`
     MetaVD's rule for the hypernetwork and the embeddings. w_i is the client's share of the data (or 1/C). A
@@ -68,8 +71,8 @@ def pull(
             out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
             return _movable(out)
 
-        def gap(sent: Params) -> Params:
-            return tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
+        def gap(_: Params) -> Params:
+            return tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), _movable(update.sent), targets)
 
         gradient = pulled(emitted, _movable(state.params), gap)
         if not owned_by_share:

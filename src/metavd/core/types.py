@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .. import tree
 from ..errors import FailedError
+from ..ops.step import descend
 from ..tree import Params
 from .variational import Noise
 
@@ -85,11 +88,16 @@ class Emit(NamedTuple):
 
 
 class Update(NamedTuple):
-    """All that ever crosses the wire upward: C client ids, their stacked parameters, their sample counts."""
+    """One round's answers: C client ids, their stacked parameters, their sample counts, and what they were sent.
+
+    The first three are all that ever crosses the wire upward.
+    """
 
     client: Tensor
     params: Params
     weight: Tensor
+    sent: Params
+    """(C, ...) what each client received, to the bit; what all share is one tensor, expanded."""
 
 
 class ServerState(NamedTuple):
@@ -120,10 +128,72 @@ class Server(NamedTuple):
     update: Callable[[ServerState, Update], ServerState]
 
 
+class Move(NamedTuple):
+    """What one step changes in a client's parameters; an entry in neither tree stays as it is."""
+
+    slope: Params
+    """Entries that go down this slope, clipped: w <- w - lr min(1, clip / |slope|) slope, see `Local`."""
+    put: Params
+    """Entries that take a new value, or that are new."""
+
+
+Step = Callable[[Params, Sequence[Batch], Params, Tensor], tuple[Move, Tensor]]
+"""(parameters, the step's batches, what was received, () int64 the step's number from 0) -> what changes, loss."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one client does with its data, as a value: `init`, then one `step` per group of batches, then `final`.
+
+    Calling it does all of that for one client. A schedule may also take the steps itself, for many clients at once:
+    nothing is carried from step to step but the parameters, and a step ends by landing, apart from the step, so that a
+    schedule which needs the old parameters no more can land in place. A group of padding is no step: it moves nothing,
+    it counts for no loss, and the steps after it have the numbers that they would have without it.
+    """
+
+    step: Step
+    lr: float = 0.0
+    clip: float | None = None
+    group: int = 1
+    """Batches of one step."""
+    init: Callable[[Params], Params] | None = None
+    """What was received -> where the steps start; None: there."""
+    final: Callable[[Params], Params] | None = None
+    """Where the steps ended -> what the client ends with, also one without any batch; None: that."""
+
+    def land(self, params: Params, move: Move) -> Params:
+        """End a step: return the changed parameters."""
+        if not move.slope:
+            return params | move.put
+        start = {name: params[name] for name in move.slope}
+        return params | descend(start, move.slope, self.lr, self.clip) | move.put
+
+    def take(self, params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Params, Tensor]:
+        """Take a whole step; return the new parameters and the loss."""
+        move, loss = self.step(params, batches, received, index)
+        return self.land(params, move), loss
+
+    def __call__(self, received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
+        """Return what a client makes of what it received, and the mean loss of its steps."""
+        params = received if self.init is None else self.init(received)
+        total = next(iter(received.values())).new_zeros(())
+        count = torch.zeros_like(total)
+        for start in range(0, len(batches), self.group):
+            chunk = batches[start : start + self.group]
+            new, loss = self.take(params, chunk, received, count.to(torch.int64))
+            mask = chunk[0].mask
+            if mask is None:
+                params, active = new, torch.ones_like(total)
+            else:
+                active = (mask.sum() > 0).to(total.dtype)
+                params = tree.where(active > 0, new, params)
+            total = total + torch.where(active > 0, loss, torch.zeros_like(loss))
+            count = count + active
+        return params if self.final is None else self.final(params), total / count.clamp(min=1.0)
+
+
 Objective = Callable[[Params, Batch, Params], Tensor]
 """(parameters, batch, what was received) -> scalar loss."""
-Local = Callable[[Params, Sequence[Batch]], tuple[Params, Tensor]]
-"""(received, one batch a step) -> adapted, and the mean training loss of the steps."""
 Aggregate = Callable[[Params, Tensor], Params]
 """((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets."""
 Predict = Callable[[Params, Tensor, Tensor], Answer]

@@ -18,16 +18,10 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from .. import methods
-from ..core import rng
-from ..core.types import Algorithm, NonFiniteError
-from ..data.cohort import PERSONAL, TEST, TRAIN, batches
-from ..data.source import Source
+from ..engine import turn
 from ..engine.machine import tuned
+from ..engine.task import Task, client_task
 from ..evaluate.metrics import ClientResult
-from ..evaluate.personal import respond
-from ..models import model_for
-from ..runs.run import num_weights
 from ..runs.settings import Experiment
 from ..wire import decode, encode
 from . import figures
@@ -44,21 +38,16 @@ class Built(NamedTuple):
     """A run's description made into functions."""
 
     experiment: Experiment
-    takes: Source
     classes: list[str]
-    algorithm: Algorithm
-    weights: int
+    task: Task
 
 
 @lru_cache(maxsize=4)
 def build(spec: str, device: str) -> Built:
-    """Return the method that a server's description names, on a site's device."""
+    """Return the task that a server's description names, on a site's device."""
     experiment, takes, classes = read_spec(spec)
     e = replace(experiment, device=device)
-    model = model_for(e, takes, None)
-    # FedBE wants its server's rows only where the server is.
-    setting = methods.Setting(int(e.clients), takes.num_classes, e.rounds, server_rows=lambda key: key)
-    return Built(e, takes, classes, methods.algorithm(e.method, model, setting, e.options), num_weights(model))
+    return Built(e, classes, client_task(e, takes))
 
 
 Handler = Callable[[Message, Context], RecordDict]
@@ -93,17 +82,13 @@ def hello(message: Message, context: Context) -> RecordDict:
 def train(message: Message, context: Context) -> RecordDict:
     """Train for one round on the site's own rows."""
     order, built, site = _start(message, context)
-    device = built.experiment.device
+    algorithm, device = built.task.algorithm, built.experiment.device
     began = time.monotonic()
-    with torch.no_grad(), tuned(built.weights, device):
-        done = _scalar(order.done, site)
-        key = rng.fold(torch.tensor(order.key), TRAIN, order.done, order.client)
-        own = batches(site.pool, site.index, built.algorithm.train_batches, key, done)
+    with torch.no_grad(), tuned(built.task.num_weights, device):
+        own = turn.train_batches(algorithm, site.pool, site.index, _moment(order, site), order.client)
         received = {name: value.to(device) for name, value in decode(order.params).items()}
-        adapted, loss = built.algorithm.local(received, own)
-    for name, value in {**adapted, "loss": loss}.items():
-        if not torch.isfinite(value).all():
-            raise NonFiniteError(f"round {order.done + 1}: training made {name} NaN or infinite; lower lr or clip")
+        adapted, loss = turn.train_turn(algorithm, received, own)
+        turn.check_finite({**adapted, "loss": loss}, order.done + 1, "training")
     rows = len(site.pool.federation.train[site.index])
     metrics = {"rows": rows, "loss": float(loss), "seconds": time.monotonic() - began}
     return write_reply(order.done + 1, metrics, encode(adapted, half=order.half, mask_known=True))
@@ -114,25 +99,22 @@ def train(message: Message, context: Context) -> RecordDict:
 def evaluate(message: Message, context: Context) -> RecordDict:
     """Make the client's own model and test it on the site's own rows; only figures leave."""
     order, built, site = _start(message, context)
-    algorithm, federation = built.algorithm, site.pool.federation
+    algorithm, federation = built.task.algorithm, site.pool.federation
     train_rows, test_rows = federation.train[site.index], federation.test[site.index]
     metrics = {"train_size": len(train_rows), "test_size": len(test_rows)}
     if not len(test_rows):
         return write_reply(order.done, metrics)
-    with torch.no_grad(), tuned(built.weights, built.experiment.device):
-        done, key = _scalar(order.done, site), torch.tensor(order.key)
-        personal = rng.fold(key, PERSONAL, order.done, order.client)
-        own = batches(site.pool, site.index, algorithm.personal_batches, personal, done)
-        received = {name: value.to(built.experiment.device) for name, value in decode(order.params).items()}
+    device = site.pool.x.device
+    with torch.no_grad(), tuned(built.task.num_weights, built.experiment.device):
+        now = _moment(order, site)
+        own = turn.personal_batches(algorithm, site.pool, site.index, now, order.client)
+        received = {name: value.to(device) for name, value in decode(order.params).items()}
         if order.whole:
-            received = algorithm.admit(received, done, own)
-        rows = site.pool.inputs(torch.from_numpy(test_rows).to(site.pool.x.device))
-        answer_key = rng.fold(key, TEST, order.done, order.client).to(site.pool.x.device)
-        answer = respond(algorithm, algorithm.personalize(received, own)[0], rows, answer_key)
+            received = algorithm.admit(received, now.round, own)
+        rows = site.pool.inputs(torch.from_numpy(test_rows).to(device))
+        answer, _ = turn.test_turn(algorithm, received, own, rows, turn.answer_key(now, order.client).to(device))
+    probs = turn.checked(answer, len(test_rows), f"round {order.done}: the client")
     y = federation.source.y
-    probs = answer.probs.double().cpu().numpy()
-    if not np.isfinite(probs).all():
-        raise NonFiniteError(f"round {order.done}: the client answers with probabilities that are NaN")
     known = np.bincount(y[train_rows], minlength=federation.source.num_classes) > 0
     information = answer.drawn["information"].cpu().numpy() if answer.drawn else None
     result = ClientResult(order.client, len(train_rows), probs, y[test_rows], known, information)
@@ -143,8 +125,9 @@ def _start(message: Message, context: Context) -> tuple[Order, Built, Site]:
     order = read_order(message.content)
     node = context.node_config
     built = build(order.spec, str(node.get("device", "cpu")))
-    return order, built, settle(node, built.experiment, built.takes, built.classes)
+    return order, built, settle(node, built.experiment, built.task.takes, built.classes)
 
 
-def _scalar(done: int, site: Site) -> torch.Tensor:
-    return torch.tensor(float(done), dtype=site.pool.dtype, device=site.pool.x.device)
+def _moment(order: Order, site: Site) -> turn.Moment:
+    done = torch.tensor(float(order.done), dtype=site.pool.dtype, device=site.pool.x.device)
+    return turn.Moment(torch.tensor(order.key), order.done, done)

@@ -17,9 +17,9 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from flwr.app import Context, MessageType, RecordDict
@@ -30,20 +30,22 @@ from .. import methods, tree
 from ..container import write_atomic
 from ..core import rng
 from ..core.emit import EMBEDDING
-from ..core.types import Algorithm, NonFiniteError, ServerState, Update
+from ..core.types import NonFiniteError, ServerState, Update
 from ..data.cohort import choose, pool
 from ..data.partition import Federation
 from ..data.source import Source
-from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
+from ..engine.checkpoint import load_checkpoint
+from ..engine.evaluation import masks_of
 from ..engine.machine import tuned
-from ..engine.simulate import Record, check_finite
+from ..engine.rounds import Account, Answers, Record, Run, Silent, Tested, Transport, carry_out
+from ..engine.task import Task, task
+from ..engine.turn import Moment
 from ..errors import FailedError, UserError
-from ..evaluate.personal import diagnose, masks_of
-from ..models import model_for
+from ..evaluate.diagnose import diagnose
 from ..runs.details import VERSION as DETAILS
 from ..runs.details import drawn_rates
 from ..runs.provenance import provenance
-from ..runs.run import channels_last, num_weights
+from ..runs.run import channels_last
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..serve.samples import described, restored, samples
@@ -58,8 +60,6 @@ from .warm import watch_parent
 app = ServerApp()
 _LOG = logging.getLogger("flwr")
 TAKES = "takes.json"
-
-
 _TOLD = (UserError, FailedError, NonFiniteError, OSError)
 """Errors whose text says all that a user needs."""
 
@@ -86,8 +86,7 @@ class Setup:
     plan: Plan
     experiment: Experiment
     spec: str
-    algorithm: Algorithm
-    weights: int
+    task: Task
 
 
 def run(grid: Grid, plan: Plan) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def run(grid: Grid, plan: Plan) -> dict[str, Any]:
             return store.read_result()
         fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE))
         setup = _setup(fleet, store)
-        with torch.no_grad(), tuned(setup.weights, "cpu"):
+        with torch.no_grad(), tuned(setup.task.num_weights, "cpu"):
             return _run(fleet, setup, store)
 
 
@@ -121,8 +120,7 @@ def _setup(fleet: Fleet, store: Store) -> Setup:
         experiment, takes, classes = _agreed(fleet)
         store.open(to_toml(experiment))
         write_atomic(store.folder / TAKES, json.dumps({"takes": described(takes), "classes": classes}).encode())
-    algorithm, weights = _algorithm(plan, experiment, takes)
-    return Setup(plan, experiment, spec(experiment, takes, classes), algorithm, weights)
+    return Setup(plan, experiment, spec(experiment, takes, classes), _task(plan, experiment, takes))
 
 
 def _agreed(fleet: Fleet) -> tuple[Experiment, Source, list[str]]:
@@ -157,61 +155,69 @@ def _defaults(plan: Plan) -> Mapping[str, Any]:
     return site.shared(plan.data)[0].defaults if plan.data else {}
 
 
-def _algorithm(plan: Plan, e: Experiment, takes: Source) -> tuple[Algorithm, int]:
-    model = model_for(e, takes, None)
-    rows = None
-    if plan.server_data:
-        given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
-        own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
-        held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
-        rows = lambda key: held.inputs(torch.arange(len(held.x)), key)  # noqa: E731
-    setting = methods.Setting(int(e.clients), takes.num_classes, e.rounds, server_rows=rows)
-    return methods.algorithm(e.method, model, setting, e.options), num_weights(model)
+def _task(plan: Plan, e: Experiment, takes: Source) -> Task:
+    if not plan.server_data:
+        return task(e, takes)
+    given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
+    own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
+    held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
+    return task(e, takes, server_rows=lambda key: held.inputs(torch.arange(len(held.x)), key))
 
 
 # --- rounds --------------------------------------------------------------------------------------------------------
 
-_TRAFFIC = ("down", "up", "dense_down", "dense_up")
-
 
 def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
-    e, plan = setup.experiment, setup.plan
+    e = setup.experiment
     found = load_checkpoint(store.checkpoint, report=_LOG.warning)
-    state, extra = found or (setup.algorithm.server.init(rng.key(e.seed)), {})
-    guard = Guard.restored(plan.limits, extra.get("guard", {}))
+    state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
     store.cut_rounds(int(state.round))
-    began, before = time.monotonic(), float(extra.get("seconds", 0.0))
-    total = {key: int(extra.get(key, 0)) for key in _TRAFFIC}
-    evaluated = int(extra.get("evaluated", 0))
-    _LOG.info("%s, %d rounds, seed %d, in %s", e.method, e.rounds, e.seed, store.folder)
-    if found:
-        _LOG.info("going on after round %d", int(state.round))
-    while int(state.round) < e.rounds:
-        state = _joined(fleet, setup, state, store)
-        state, line = _round(fleet, setup, state, guard)
-        total = {key: total[key] + line[key] for key in _TRAFFIC}
-        done = int(state.round)
-        if plan.eval_every and done % plan.eval_every == 0 and done < e.rounds:
-            tested = _evaluate(fleet, setup, state)
-            line |= _summary(setup, state, tested.reports)
-            evaluated += tested.down
-        store.add_round(line)
-        extra = {**total, "evaluated": evaluated, "seconds": before + time.monotonic() - began, "guard": guard.state()}
-        save_checkpoint(store.checkpoint, state, extra, spec=spec_hash(e), seed=e.seed)
-    state = _joined(fleet, setup, state, store)
-    tested = _evaluate(fleet, setup, state)
-    result = {
-        "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "device": e.device,
-        "trained_rounds": e.rounds, "tested_round": int(state.round),
-        "seconds": round(before + time.monotonic() - began, 3),
-        **_summary(setup, state, tested.reports),
-        "bytes": total, "bytes_evaluation": evaluated + tested.down,
-        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": "flower",
-        "clients": fleet.registry.rows, **provenance(e.device),
-    }  # fmt: skip
-    _finish(setup, state, store, result, tested.reports)
-    _LOG.info("finished: accuracy %s, files in %s", _share(result["test"]["accuracy"]), store.folder)
+    guard = Guard.restored(setup.plan.limits, extra.get("guard", {}))
+    tests = Tests(fleet, setup, int(extra.get("evaluated", 0)))
+    result = carry_out(
+        Run(
+            spec=e,
+            spec_hash=spec_hash(e),
+            update=setup.task.algorithm.server.update,
+            transport=Transport(
+                collect=lambda state, now: _collect(fleet, setup, guard, state, now),
+                ready=lambda state: _joined(fleet, setup, state, store),
+            ),
+            test=tests.run,
+            journal=store,
+            listener=_Log(store),
+            about=lambda: {
+                "bytes_evaluation": tests.down, "backend": "flower", "clients": fleet.registry.rows,
+                **provenance(e.device),
+            },
+            kept=lambda: {"evaluated": tests.down, "guard": guard.state()},
+            again="flwr run goes on from it",
+        ),
+        state,
+        extra,
+    )  # fmt: skip
+    accuracy = result["test"]["accuracy"]
+    known = "unknown" if accuracy is None else f"{accuracy:.1%}"
+    _LOG.info("finished: accuracy %s, files in %s", known, store.folder)
     return result
+
+
+@dataclass
+class _Log(Silent):
+    """Tells the ServerApp's log how a run goes on."""
+
+    store: Store
+    rounds: int = 0
+
+    def start(self, experiment: Experiment, done: int) -> None:
+        e, self.rounds = experiment, experiment.rounds
+        _LOG.info("%s, %d rounds, seed %d, in %s", e.method, e.rounds, e.seed, self.store.folder)
+        if done:
+            _LOG.info("going on after round %d", done)
+
+    def round(self, record: Record) -> None:
+        _LOG.info("round %d/%d: %d answers, loss %.3f, %.1f s", record.round, self.rounds, len(record.cohort),
+                  record.loss, record.more["seconds"])  # fmt: skip
 
 
 def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> ServerState:
@@ -228,74 +234,101 @@ def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> Ser
     return registry.widened(state, fleet.registry.rows)
 
 
-def _round(fleet: Fleet, setup: Setup, state: ServerState, guard: Guard) -> tuple[ServerState, dict[str, Any]]:
-    plan, algorithm, done = setup.plan, setup.algorithm, int(state.round)
-    began = time.monotonic()
-    good: dict[int, Reply] = {}
-    losses: dict[int, float] = {}
-    sent: dict[int, Params] = {}
-    counted: dict[int, list[int]] = {}
-    refused: dict[int, str] = {}
-    lost: dict[int, str] = {}
-    working = waiting = 0.0
+@dataclass
+class _Attempts:
+    """What a round has come to so far, over all attempts; by client."""
+
+    good: dict[int, Reply] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    sent: dict[int, Params] = field(default_factory=dict)
+    counted: dict[int, list[int]] = field(default_factory=dict)
+    """Bytes down and up."""
+    refused: dict[int, str] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    working: float = 0.0
+    """Seconds that the slowest client trained."""
+    waiting: float = 0.0
+
+
+def _collect(fleet: Fleet, setup: Setup, guard: Guard, state: ServerState, now: Moment) -> Answers:
+    """Ask clients until a quorum of good answers is there."""
+    plan, done, began = setup.plan, now.done, time.monotonic()
+    have = _Attempts()
     for _ in range(plan.repeats + 1):
-        nodes = {n: node for n, node in fleet.trainers(fleet.online()).items() if not guard.excluded(n)}
-        rows = max(int(setup.experiment.clients), fleet.registry.rows)
-        here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
-        asked = [n for n in choose(state.key, done, rows, plan.asked(rows), here).tolist() if n not in good]
-        messages = {}
-        for client in asked:
-            sent[client] = algorithm.emit.apply(state.params, torch.tensor(client), state.round)
-            params = encode(sent[client], half=plan.half)
-            counted.setdefault(client, [0, 0])[0] += len(params)
-            order = Order(done, client, int(state.key), setup.spec, plan.half, params=params)
-            messages[client] = (nodes[client], write_order(order))
-        asking = time.monotonic()
-        answers = exchange(
-            fleet.grid, messages, MessageType.TRAIN, round=done + 1, seconds=plan.round_timeout, poll=plan.poll,
-            meanwhile=lambda: fleet.greet(done),
-        )  # fmt: skip
-        waiting += time.monotonic() - asking
-        lost = {client: why for client, why in lost.items() if client not in asked} | answers.lost
-        for client in sorted(answers.content):
-            expected = Expected(client, done + 1, sent[client])
-            try:
-                good[client], losses[client], seconds = _checked(guard, expected, answers.content[client], counted)
-                working = max(working, seconds)
-                refused.pop(client, None)  # it may have been refused in an earlier attempt at this round
-            except Rejected as error:
-                refused[client] = error.reason
-        for client, why in (lost | refused).items():
+        _attempt(fleet, setup, guard, (state, now), have)
+        for client, why in (have.lost | have.refused).items():
             _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
-        needed = plan.needed(len(good | lost | refused))
-        if len(good) >= needed:
+        needed = plan.needed(len(have.good | have.lost | have.refused))
+        if len(have.good) >= needed:
             break
-        _LOG.warning("round %d has %d good answers of %d that it needs", done + 1, len(good), needed)
+        _LOG.warning("round %d has %d good answers of %d that it needs", done + 1, len(have.good), needed)
         fleet.settle(done)
     else:
         raise FederationError(
-            f"round {done + 1} had {len(good)} good answers in {plan.repeats + 1} attempts, but needs {needed}; the "
-            f"state of round {done} is saved, and flwr run goes on from it"
+            f"round {done + 1} had {len(have.good)} good answers in {plan.repeats + 1} attempts, but needs {needed}; "
+            f"the state of round {done} is saved, and flwr run goes on from it"
         )
-    new = _updated(algorithm, state, [good[client] for client in sorted(good)])
-    dense = {client: traffic(params).dense for client, params in sent.items()}
-    weight = {client: reply.samples for client, reply in good.items()}
-    record = Record(
-        round=done + 1, cohort=sorted(good), lost=sorted(lost),
-        loss=sum(losses[c] * weight[c] for c in good) / sum(weight.values()),
-        down=sum(down for down, _ in counted.values()), up=sum(up for _, up in counted.values()),
-        dense_down=sum(dense.values()), dense_up=sum(dense[client] for client in good),
+    cohort = sorted(have.good)
+    dense = {client: traffic(params).dense for client, params in have.sent.items()}
+
+    def account() -> Account:
+        return Account(
+            down=sum(down for down, _ in have.counted.values()),
+            up=sum(up for _, up in have.counted.values()),
+            dense_down=sum(dense.values()),
+            dense_up=sum(dense[client] for client in cohort),
+            more={
+                "traffic": {str(client): each for client, each in sorted(have.counted.items())},
+                "rejected": {str(client): why for client, why in sorted(have.refused.items())},
+                "why_lost": {str(client): why for client, why in sorted(have.lost.items())},
+                "seconds": round(time.monotonic() - began, 3),
+                "seconds_waiting": round(have.waiting, 3),
+                "seconds_training": round(have.working, 3),
+            },
+        )
+
+    # In the order of clients, as the simulator has them.
+    replies = [have.good[client] for client in cohort]
+    weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
+    adapted = tree.gather([dict(reply.params) for reply in replies])
+    sent = tree.gather([dict(have.sent[client]) for client in cohort])
+    update = Update(torch.tensor(cohort), adapted, weight, sent)
+    losses = torch.tensor([have.losses[client] for client in cohort], dtype=torch.float64)
+    return Answers(cohort, sorted(have.lost), update, losses, account)
+
+
+def _attempt(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Moment], have: _Attempts) -> None:
+    """Ask those clients of the round that have not answered yet, and check what they answer."""
+    plan, (state, now) = setup.plan, at
+    done = now.done
+    nodes = {n: node for n, node in fleet.trainers(fleet.online()).items() if not guard.excluded(n)}
+    rows = max(int(setup.experiment.clients), fleet.registry.rows)
+    here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
+    asked = [n for n in choose(now.key, done, rows, plan.asked(rows), here).tolist() if n not in have.good]
+    messages = {}
+    for client in asked:
+        if client not in have.sent:
+            have.sent[client] = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+        params = encode(have.sent[client], half=plan.half)
+        have.counted.setdefault(client, [0, 0])[0] += len(params)
+        order = Order(done, client, int(now.key), setup.spec, plan.half, params=params)
+        messages[client] = (nodes[client], write_order(order))
+    asking = time.monotonic()
+    answers = exchange(
+        fleet.grid, messages, MessageType.TRAIN, round=done + 1, seconds=plan.round_timeout, poll=plan.poll,
+        meanwhile=lambda: fleet.greet(done),
     )  # fmt: skip
-    took = time.monotonic() - began
-    _LOG.info("round %d/%d: %d answers, loss %.3f, %.1f s", done + 1, setup.experiment.rounds, len(good),
-              record.loss, took)  # fmt: skip
-    more = {
-        "traffic": {str(client): each for client, each in sorted(counted.items())},
-        "rejected": {str(client): why for client, why in sorted(refused.items())},
-        "why_lost": {str(client): why for client, why in sorted(lost.items())},
-        "seconds": round(took, 3), "seconds_waiting": round(waiting, 3), "seconds_training": round(working, 3),
-    }  # fmt: skip
-    return new, record._asdict() | more
+    have.waiting += time.monotonic() - asking
+    have.lost = {client: why for client, why in have.lost.items() if client not in asked} | answers.lost
+    for client in sorted(answers.content):
+        expected = Expected(client, done + 1, have.sent[client])
+        try:
+            reply, loss, seconds = _checked(guard, expected, answers.content[client], have.counted)
+        except Rejected as error:
+            have.refused[client] = error.reason
+            continue
+        have.good[client], have.losses[client], have.working = reply, loss, max(have.working, seconds)
+        have.refused.pop(client, None)  # it may have been refused in an earlier attempt at this round
 
 
 def _checked(
@@ -313,30 +346,32 @@ def _checked(
     return reply, loss if abs(loss) < 1e30 else 0.0, seconds
 
 
-def _updated(algorithm: Algorithm, state: ServerState, replies: list[Reply]) -> ServerState:
-    """Take one round's answers, which stand in the order of their clients, as the simulator does."""
-    client = torch.tensor([reply.client for reply in replies])
-    weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
-    new = algorithm.server.update(state, Update(client, tree.gather([dict(r.params) for r in replies]), weight))
-    check_finite(new.params, int(state.round) + 1, None)
-    return new
-
-
 # --- evaluation ----------------------------------------------------------------------------------------------------
 
 
-class Tested(NamedTuple):
-    """What clients said of their own models."""
+Reports = Mapping[int, Mapping[str, Any]]
+"""Clients' own figures, by client."""
 
-    reports: dict[int, dict[str, Any]]
-    """Figures by client."""
+
+@dataclass
+class Tests:
+    """Lets clients test their own models, and counts what that costs."""
+
+    fleet: Fleet
+    setup: Setup
     down: int
     """Bytes of the models that they were sent."""
 
+    def run(self, state: ServerState) -> Tested:
+        """Let every client that is there test its own model."""
+        reports, down = _evaluate(self.fleet, self.setup, state)
+        self.down += down
+        return Tested(_summary(self.setup, state, reports), lambda: _files(self.fleet, self.setup, state, reports))
 
-def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> Tested:
-    """Let every client that is there test its own model."""
-    algorithm, plan, done = setup.algorithm, setup.plan, int(state.round)
+
+def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> tuple[Reports, int]:
+    """Return what clients say of their own models, and the bytes of those."""
+    algorithm, plan, done = setup.task.algorithm, setup.plan, int(state.round)
     fit = methods.traits(setup.experiment.method, setup.experiment.options).admits_by_fitting
     online = fleet.online()
     messages, down = {}, 0
@@ -367,22 +402,22 @@ def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> Tested:
             answers.lost[client] = str(error)
     for client, why in answers.lost.items():
         _LOG.warning("client %d is not evaluated: %s", client, why)
-    return Tested(reports, down)
+    return reports, down
 
 
-def _parts(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def _parts(reports: Reports) -> dict[str, list[Mapping[str, Any]]]:
     return {
         "test": [each for client, each in reports.items() if client < registry.GUESTS],
         "unseen": [each for client, each in reports.items() if client >= registry.GUESTS],
     }
 
 
-def _summary(setup: Setup, state: ServerState, reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _summary(setup: Setup, state: ServerState, reports: Reports) -> dict[str, Any]:
     parts = {name: figures.pooled(part) for name, part in _parts(reports).items()}
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     clients = [client for client in reports if client < registry.GUESTS] or [0]
     found = [
-        sparsity(shared | masks_of(setup.algorithm.serve(state.params, torch.tensor(client), state.round)))
+        sparsity(shared | masks_of(setup.task.algorithm.serve(state.params, torch.tensor(client), state.round)))
         for client in clients
     ]
     test, unseen = (parts[name]["accuracy"] for name in ("test", "unseen"))
@@ -390,15 +425,15 @@ def _summary(setup: Setup, state: ServerState, reports: Mapping[int, Mapping[str
         "gap": None if test is None or unseen is None else unseen - test,
         "gap_interval": None,
         "sparsity": {key: sum(each[key] for each in found) / len(found) for key in ("layer", "model")},
-        "diagnostics": diagnose(setup.algorithm, state, int(setup.experiment.clients)),
+        "diagnostics": diagnose(setup.task.algorithm, state, int(setup.experiment.clients)),
     }
 
 
-def _finish(
-    setup: Setup, state: ServerState, store: Store, result: Mapping[str, Any], reports: Mapping[int, Mapping[str, Any]]
-) -> None:
-    """Leave the files that `metavd show` and `metavd report` read."""
-    rows = result["clients"]
+def _files(
+    fleet: Fleet, setup: Setup, state: ServerState, reports: Reports
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what `metavd show` and `metavd report` read beside the result."""
+    rows = fleet.registry.rows
     lines = [
         figures.line(client if client < registry.GUESTS else rows + client - registry.GUESTS, report,
                      unseen=client >= registry.GUESTS)
@@ -406,12 +441,8 @@ def _finish(
     ]  # fmt: skip
     more = figures.details(_parts(reports)) | {
         "version": DETAILS,
-        "rates": drawn_rates(setup.algorithm, state, rows),
+        "rates": drawn_rates(setup.task.algorithm, state, rows),
         "embeddings": state.params[EMBEDDING].tolist() if EMBEDDING in state.params else None,
     }
     nobody = {"client": 0, "unseen": 0, "train_size": 0, "test_size": 0}
-    store.finish(result, lines or [nobody], more)
-
-
-def _share(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1%}"
+    return lines or [nobody], more

@@ -3,71 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import methods, wire
 from ..core import rng
-from ..core.types import Algorithm, Model, NonFiniteError, ServerState
+from ..core.types import Algorithm, Model, ServerState
 from ..data import collection, partition
 from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities
 from ..data.collection import Collection
 from ..data.formats.cache import Note, log
 from ..data.partition import OWN, Federation
 from ..data.source import Source
-from ..engine.backend import Backend, loop, reentrant, threads, vectorized
-from ..engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
-from ..engine.choice import choice
-from ..engine.graph import captured
+from ..engine.checkpoint import load_checkpoint
+from ..engine.cohorts import in_process
+from ..engine.evaluation import answers
 from ..engine.machine import tuned
-from ..engine.simulate import Record, simulate
-from ..engine.stepped import Trainer, serves, stepped
-from ..engine.together import together
-from ..errors import FailedError, SpecError
+from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
+from ..engine.schedule import Schedule
+from ..engine.schedule.capture import captured
+from ..engine.schedule.choice import resolved, schedule
+from ..engine.task import Task, network, task
+from ..errors import SpecError
+from ..evaluate.diagnose import diagnose
 from ..evaluate.metrics import ClientResult, client_figures, gap_interval, of_classes, summarize, tempered
-from ..evaluate.personal import answers, diagnose
-from ..models import model_for
 from .details import details
 from .provenance import provenance
 from .settings import Experiment, from_toml, resolve, spec_hash, to_toml, with_settings
 from .store import Store, StoreError
-
-
-class Listener(Protocol):
-    """Whoever wants to know how a run goes on."""
-
-    def start(self, experiment: Experiment, done: int) -> None:
-        """A run begins, with `done` rounds behind it."""
-
-    def round(self, record: Record) -> None:
-        """A round is over."""
-
-    def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
-        """An evaluation is done."""
-
-    def note(self, text: str) -> None:
-        """Something happened that a person should know."""
-
-
-class Silent:
-    """A listener that does not listen."""
-
-    def start(self, experiment: Experiment, done: int) -> None: ...  # noqa: D102
-    def round(self, record: Record) -> None: ...  # noqa: D102
-    def evaluation(self, round: int, summary: Mapping[str, Any]) -> None: ...  # noqa: D102
-    def note(self, text: str) -> None: ...  # noqa: D102
-
-
-class InterruptedRun(FailedError):  # noqa: N818
-    """The run was stopped by hand; its checkpoint is safe."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +47,14 @@ class Setup:
     defaults: Mapping[str, Any]
     """Settings that suit the data."""
     pool: Pool
-    algorithm: Algorithm
-    backend: Backend
-    trainer: Trainer | None
-    """Takes the backend's place in training, where there is a faster way."""
-    weights: int
-    """Of the network that a client runs."""
+    task: Task
+    schedule: Schedule
+    """Who calls the clients' turns."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The method."""
+        return self.task.algorithm
 
     @property
     def released(self) -> bool:
@@ -123,11 +94,6 @@ def channels_last(e: Experiment) -> bool:
     return e.device == "cpu" and e.backend != "vmap"
 
 
-def num_weights(model: Model) -> int:
-    """Count the weights of a network's layers."""
-    return sum(math.prod(shape) for shape in model.layers.values())
-
-
 Data = Source | Sequence[Source] | Collection
 """What a user may hand over instead of a dataset's name."""
 
@@ -135,10 +101,6 @@ Data = Source | Sequence[Source] | Collection
 def data_of(experiment: Experiment, source: Data | None = None, note: Note = log) -> Collection:
     """Return the data that is given, or read what the experiment names."""
     return collection.load(experiment.data, experiment.root, note) if source is None else collection.collect(source)
-
-
-_TOGETHER = 256
-"""Clients that are evaluated at once under vmap, where the memory holds them."""
 
 
 def prepare(
@@ -157,41 +119,17 @@ def prepare(
     federation = partition.sealed(deal(e, data)) if sealed else deal(e, data)
     if e.patience and not any(map(len, federation.valid)):
         raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
-    model = model_for(e, federation.source, module)
-    e = replace(e, backend=_backend_name(e, model, federation.source.x.shape[1:], own=isinstance(module, Model)))
-    if e.backend == "threads":
-        model = reentrant(lambda: model_for(e, federation.source, module))
+    model = network(e, federation.source, module)
+    backend = resolved(
+        e.backend, e.device, model, federation.source.x.shape[1:], batch=int(e.options.get("batch", 0)),
+        cohort=int(e.cohort), one=isinstance(module, Model),
+    )  # fmt: skip
+    e = replace(e, backend=backend)
     rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
     server_rows = torch.from_numpy(federation.server).to(e.device)
-    setting = methods.Setting(
-        num_clients=e.clients,
-        num_classes=federation.source.num_classes,
-        rounds=e.rounds,
-        server_rows=(lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None,
-    )
-    algorithm = methods.algorithm(e.method, model, setting, e.options)
-    if rows.x.is_cuda:
-        server = algorithm.server
-        algorithm = replace(algorithm, server=server._replace(update=captured(server.update)))
-    trainer = None
-    if e.backend == "vmap" and serves(algorithm):
-        trainer = together(e.chunk) if e.device == "cpu" else stepped(capture=True, chunk=e.chunk)
-    return Setup(e, data.defaults, rows, algorithm, _backend(e), trainer, num_weights(model))
-
-
-def _backend_name(e: Experiment, model: Model, shape: Sequence[int], *, own: bool) -> str:
-    """Return the backend that a run takes on its device, where it was left open."""
-    name = e.backend
-    if name == "auto":
-        name = choice(model, shape, int(e.options.get("batch", 0)), int(e.cohort)) if e.device == "cpu" else "vmap"
-    # Of a user's own Model there is only this one, and one cannot be used by two threads at once.
-    return "loop" if own and name == "threads" else name
-
-
-def _backend(e: Experiment) -> Backend:
-    if e.backend == "vmap":
-        return vectorized(e.chunk or _TOGETHER)
-    return loop if e.backend == "loop" else threads(torch.get_num_threads())
+    held = (lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None
+    built = task(e, federation.source, model, server_rows=held)
+    return Setup(e, data.defaults, rows, built, schedule(e.backend, e.device, e.chunk))
 
 
 def start(setup: Setup) -> ServerState:
@@ -216,7 +154,7 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     results, sparsities = [], []
     for clients in (known, unseen):
-        for result, masks in answers(setup.algorithm, setup.pool, state, clients, setup.backend, split=split):
+        for result, masks in answers(setup.algorithm, setup.pool, state, clients, setup.schedule.map, split=split):
             results.append(result)
             if clients is known:
                 sparsities.append(wire.sparsity(shared | masks))
@@ -261,10 +199,7 @@ def evaluate_valid(setup: Setup, state: ServerState, clients: Sequence[int] | No
 
 
 def _held(setup: Setup, state: ServerState, clients: Sequence[int]) -> list[ClientResult]:
-    return [each for each, _ in answers(setup.algorithm, setup.pool, state, clients, setup.backend, split="valid")]
-
-
-_TRAFFIC = ("down", "up", "dense_down", "dense_up")
+    return [each for each, _ in answers(setup.algorithm, setup.pool, state, clients, setup.schedule.map, split="valid")]
 
 
 def run(
@@ -300,12 +235,12 @@ def using(setup: Setup) -> AbstractContextManager[None]:
     """Return the use of the machine that suits a setup, for a `with` around its rounds."""
     e = setup.experiment
     clients = e.chunk or int(e.cohort) if e.backend == "vmap" else 1
-    return tuned(setup.weights * clients, e.device, e.backend, e.precision)
+    return tuned(setup.task.num_weights * clients, e.device, e.backend, e.precision)
 
 
 def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) -> dict[str, Any]:
     if out is None:
-        return _train(setup, None, start(setup), {}, listener)
+        return carry_out(_as_run(setup, None, listener), start(setup), {})
     store = Store(out)
     check_folder(store, setup, resume=resume)
     if store.is_run() and store.is_finished():
@@ -316,7 +251,7 @@ def _run(setup: Setup, out: Path | None, listener: Listener, *, resume: bool) ->
         found = load_checkpoint(store.checkpoint, setup.experiment.device, listener.note) if resume else None
         state, extra = found or (start(setup), {})
         store.cut_rounds(int(state.round))
-        return _train(setup, store, state, extra, listener)
+        return carry_out(_as_run(setup, store, listener), state, extra)
 
 
 def check_folder(store: Store, setup: Setup, *, resume: bool) -> None:
@@ -333,112 +268,40 @@ def check_folder(store: Store, setup: Setup, *, resume: bool) -> None:
         )
 
 
-@contextmanager
-def _saving(store: Store | None, first: ServerState, e: Experiment) -> Iterator[dict[str, Any]]:
-    """Keep the last good state safe whatever ends the training."""
-    last: dict[str, Any] = {}
-
-    def save() -> None:
-        if store is not None and last:
-            save_checkpoint(store.checkpoint, last["state"], last["extra"], spec=spec_hash(e), seed=e.seed)
-
-    try:
-        yield last
-    except KeyboardInterrupt:
-        save()
-        done = int(last.get("state", first).round)
-        where = f"; the checkpoint is in {store.folder}, go on with --resume" if store else ""
-        raise InterruptedRun(f"stopped after round {done}{where}") from None
-    except NonFiniteError as error:
-        save()
-        kept = f"; the checkpoint of round {int(last['state'].round)} is kept" if store and last else ""
-        raise NonFiniteError(f"{error}{kept}") from None
-
-
-@dataclass(frozen=True)
-class Best:
-    """The state with the smallest validation NLL so far, and for how many evaluations it has been that."""
-
-    state: ServerState
-    nll: float
-    age: int = 0
-
-
-def _better(best: Best | None, state: ServerState, nll: float) -> Best:
-    return Best(state, nll) if best is None or nll < best.nll else replace(best, age=best.age + 1)
-
-
-def _best_so_far(store: Store | None, extra: Mapping[str, Any], device: str) -> Best | None:
-    """Return the best state of a run that is resumed."""
-    if store is None or "best" not in extra:
-        return None
-    about = extra["best"]
-    found = load_checkpoint(store.best, device, round=about["round"])
-    if found is None:
-        raise StoreError(f"the best state, of round {about['round']}, is missing or damaged in {store.best}")
-    return Best(found[0], about["nll"], about["age"])
-
-
-def _train(
-    setup: Setup, store: Store | None, state: ServerState, extra: Mapping[str, Any], listener: Listener
-) -> dict[str, Any]:
+def _as_run(setup: Setup, store: Store | None, listener: Listener) -> Run:
     e = setup.experiment
-    extra = dict(extra)
-    bytes_total = {key: int(extra.get(key, 0)) for key in _TRAFFIC}
-    before, began = float(extra.get("seconds", 0.0)), time.monotonic()
-    best = _best_so_far(store, extra, e.device)
-    listener.start(e, int(state.round))
-    for text in methods.notes(e.method, e.options, e.rounds):
-        listener.note(text)
-    with _saving(store, state, e) as last:
-        stopped = best is not None and best.age >= e.patience
-        for new, record in () if stopped else rounds_of(setup, state):
-            state = new
-            bytes_total = {key: bytes_total[key] + getattr(record, key) for key in _TRAFFIC}
-            listener.round(record)
-            line: dict[str, Any] = record._asdict()
-            ends, known = record.round == e.rounds, best
-            if record.round % e.eval_every == 0 and not ends:
-                line |= evaluate(setup, state).summary
-                listener.evaluation(record.round, line)
-            if e.patience and (record.round % e.eval_every == 0 or ends):
-                valid = line["valid"] if "valid" in line else evaluate_valid(setup, state)
-                best = _better(best, state, valid["nll"])
-            if store is not None:
-                store.add_round(line)
-            extra = {**bytes_total, "seconds": before + time.monotonic() - began}
-            if best is not None:
-                extra["best"] = {"round": int(best.state.round), "nll": best.nll, "age": best.age}
-            last |= {"state": state, "extra": extra}
-            if store is not None and best is not None and best is not known and best.state is state:
-                save_checkpoint(store.best, state, {}, spec=spec_hash(e), seed=e.seed)
-            if store is not None and (record.round % e.checkpoint_every == 0 or ends or best is not known):
-                save_checkpoint(store.checkpoint, state, extra, spec=spec_hash(e), seed=e.seed)
-            if best is not None and best.age >= e.patience:
-                break
-        trained = int(state.round)
-        if best is not None:
-            state = best.state
-            listener.note(f"  the state of round {int(state.round)} has the best validation NLL and is tested")
-        final = evaluate(setup, state)
-    listener.evaluation(trained, final.summary)
-    result = {
-        "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "device": e.device,
-        "trained_rounds": trained, "tested_round": int(state.round),
-        "seconds": round(before + time.monotonic() - began, 3),
-        **final.summary,
-        "bytes": bytes_total,
-        "spec": spec_hash(e), "model_sha256": state_hash(state), "backend": e.backend,
-        "precision": e.precision, **provenance(e.device),
-    }  # fmt: skip
-    if store is not None:
-        more = details(setup.algorithm, state, setup.pool.federation, final.clients, released=setup.released)
-        store.finish(result, [_client_line(each, setup) for each in final.clients], more)
-    return result
+
+    def test(state: ServerState) -> Tested:
+        found = evaluate(setup, state)
+
+        def files() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+            more = details(setup.algorithm, state, setup.pool.federation, found.clients, released=setup.released)
+            return [_client_line(each, setup) for each in found.clients], more
+
+        return Tested(found.summary, files)
+
+    return Run(
+        spec=e,
+        spec_hash=spec_hash(e),
+        update=server_update(setup),
+        transport=transport(setup),
+        test=test,
+        valid=(lambda state: evaluate_valid(setup, state)) if e.patience else None,
+        journal=store,
+        listener=listener,
+        notes=methods.notes(e.method, e.options, e.rounds),
+        about=lambda: {"backend": e.backend, "precision": e.precision, **provenance(e.device)},
+    )
 
 
-def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
-    """Train from a state on, with the clients that are there; yield the state and the record after each round."""
+def server_update(setup: Setup) -> ServerUpdate:
+    """Return the server's update, on a GPU as a CUDA graph."""
+    update = setup.algorithm.server.update
+    return captured(update) if setup.pool.x.is_cuda else update
+
+
+def transport(setup: Setup) -> Transport:
+    """Return how rounds reach the simulated clients, of whom some may be away or fail."""
     e = setup.experiment
     key = rng.key(e.seed)
     # Probabilities of 1 and 0 are no event, and draw nothing.
@@ -446,10 +309,12 @@ def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, R
         name: None if text == never else probabilities(text, e.clients, rng.fold(key, tag), name)
         for name, text, never, tag in (("available", e.available, "1", AVAILABLE), ("lost", e.lost, "0", LOST))
     }
-    return simulate(
-        setup.algorithm, setup.pool, state, rounds=e.rounds, cohort=int(e.cohort), backend=setup.backend,
-        trainer=setup.trainer, **chances,
-    )  # fmt: skip
+    return in_process(setup.algorithm, setup.pool, setup.schedule, cohort=int(e.cohort), **chances)
+
+
+def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
+    """Train from a state on, with the clients that are there; yield the state and the record after each round."""
+    return rounds(server_update(setup), transport(setup), state, setup.experiment.rounds)
 
 
 def _client_line(result: ClientResult, setup: Setup) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
     values["checkpoint_every"] = values["checkpoint_every"] or max(1, min(50, values["rounds"] // 10))
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    if values["backend"] == "auto" and values["device"] != "cpu":  # on a CPU the network decides, see `engine.choice`
+    if values["backend"] == "auto" and values["device"] != "cpu":  # on a CPU the network decides, see `schedule.choice`
         values["backend"] = "vmap"
     if values["precision"] == "auto":
         short = values["device"] != "cpu" and values["dtype"] == "float32"

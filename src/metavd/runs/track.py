@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.simulate import Record
+from ..engine.rounds import Listener, Record
 from ..errors import UserError
-from .run import Listener
 from .settings import Experiment, to_toml
 
 Tracker = Callable[[Path, Experiment], Listener]

@@ -28,22 +28,21 @@ import torch
 from numpy.typing import ArrayLike
 from torch import nn
 
-from .. import container, methods
+from .. import container
 from ..container import Format, write_atomic
-from ..core import rng
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
-from ..data.cohort import PERSONAL, TEST, Pool, batches
+from ..data.cohort import Pool
 from ..data.cohort import pool as pool_of
 from ..data.formats.cache import Note, log
 from ..data.partition import Federation
 from ..data.source import Source, SourceError, transform
+from ..engine import turn
 from ..engine.checkpoint import load_checkpoint, state_hash
 from ..engine.machine import tuned
-from ..evaluate.personal import ROWS, personal
+from ..engine.task import Task, client_task
 from ..evaluate.uncertainty import entropy
-from ..models import model_for
-from ..runs.run import Data, Setup, channels_last, data_of, num_weights, prepare, using
+from ..runs.run import Data, Setup, channels_last, data_of, prepare, using
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..tree import Params
@@ -91,9 +90,14 @@ class Personal:
     module: nn.Module | Model | None = None
 
     @cached_property
+    def task(self) -> Task:
+        """The run's network and method, where it computes."""
+        return client_task(replace(self.experiment, device=str(self.device)), self.takes, self.module)
+
+    @property
     def model(self) -> Model:
         """The network."""
-        return model_for(replace(self.experiment, device=str(self.device)), self.takes, self.module)
+        return self.task.model
 
     @property
     def device(self) -> torch.device:
@@ -112,9 +116,7 @@ class Personal:
     def algorithm(self, **options: Any) -> Algorithm:
         """Return the run's method, some of its options changed."""
         e = self.experiment
-        # FedBE wants its server's rows only to train.
-        setting = methods.Setting(int(e.clients), self.takes.num_classes, e.rounds, server_rows=lambda key: key)
-        return methods.algorithm(e.method, self.model, setting, {**e.options, **options})
+        return client_task(replace(e, options={**e.options, **options}), self.takes, self.model).algorithm
 
     def answer(self, samples: int | None = None) -> Predict:
         """Return how the model answers: as in the run's evaluation, and where it has a posterior with information.
@@ -154,20 +156,17 @@ class Personal:
         # As in evaluation: another order of sums would be another rounding.
         last = raw.ndim == 4 and channels_last(self.experiment)
         layout = torch.channels_last if last else torch.contiguous_format
-        with torch.no_grad(), tuned(num_weights(self.model), str(self.device)):
-            parts = [
-                answer(
-                    self.params,
-                    self.normalise(part.to(self.device), number).contiguous(memory_format=layout),
-                    rng.fold(key, i).to(self.device),
-                )
-                for i, part in enumerate(torch.split(raw, ROWS))
-            ]
-        probs = torch.cat([part.probs for part in parts]).double().cpu().numpy()
+        with torch.no_grad(), tuned(self.task.num_weights, str(self.device)):
+            parts = (
+                self.normalise(part.to(self.device), number).contiguous(memory_format=layout)
+                for part in torch.split(raw, turn.ROWS)
+            )
+            found = turn.respond(answer, self.params, parts, key.to(self.device))
+        probs = found.probs.double().cpu().numpy()
         if not np.isfinite(probs).all():
             bad = int((~np.isfinite(probs)).any(1).argmax())
             raise NonFiniteError(f"row {bad} is answered with probabilities that are NaN; are its numbers too large?")
-        drawn = torch.cat([part.drawn["information"] for part in parts]).cpu().numpy() if parts[0].drawn else None
+        drawn = found.drawn["information"].cpu().numpy() if found.drawn else None
         return Prediction(probs, entropy(probs), drawn)
 
     def save(self, folder: str | Path) -> Path:
@@ -428,23 +427,23 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
     """Do for one client what evaluation does for all; without a pool the client has nothing to adapt to."""
     setup, state = trained.setup, trained.state
     e, held = setup.experiment, setup.pool.federation
-    key, round = state.key.cpu(), int(state.round)
+    algorithm, now, client = setup.algorithm, turn.moment(state), torch.tensor(number, device=e.device)
     with torch.no_grad(), using(setup):
-        own_key = rng.fold(key, PERSONAL, round, number)
-        stage = setup.algorithm.personal_batches
-        steps = [] if pool is None else batches(pool, number, stage, own_key, state.round)
-        make = personal(setup.algorithm, state, unseen=number >= held.num_clients)
-        own = make(torch.tensor(number, device=e.device), steps)
+        own = [] if pool is None else turn.personal_batches(algorithm, pool, number, now, number)
+        received = turn.received_for_test(
+            algorithm, state.params, state.round, client, own, unseen=number >= held.num_clients
+        )
+        params = turn.own_model(algorithm, received, own)
     described = {
         "metavd": VERSION, "method": e.method, "data": e.data, "run": str(trained.folder.resolve()),
-        "spec": spec_hash(e), "model_sha256": state_hash(state), "round": round,
+        "spec": spec_hash(e), "model_sha256": state_hash(state), "round": now.done,
         "adapted_on": "nothing" if pool is None else "rows of the run",
         "samples": 0 if pool is None else len(pool.federation.train[number]),
         "classes": about.pop("classes", None) or class_names(e.data, held.source),
-        "key": int(rng.fold(key, TEST, round, number)), "noise": _noise(setup.algorithm), "result": trained.result,
+        "key": int(turn.answer_key(now, number)), "noise": _noise(algorithm), "result": trained.result,
         **about,
     }  # fmt: skip
-    return Personal(own, blank(held.source), e, described, trained.module)
+    return Personal(params, blank(held.source), e, described, trained.module)
 
 
 def open_model(

@@ -12,11 +12,12 @@ from torch import nn
 
 from ..container import write_atomic
 from ..core.types import Model
+from ..engine.rounds import Listener, Silent
 from ..errors import SpecError
 from ..evaluate.figures import SENT, Column, headline, number
 from ..evaluate.intervals import interval
 from ..methods import options_of
-from ..runs.run import Data, Listener, Silent, check_folder, data_of, prepare, run
+from ..runs.run import Data, check_folder, data_of, prepare, run
 from ..runs.settings import Experiment, with_settings
 from ..runs.store import Store
 from .many import carry_out, taken

@@ -31,9 +31,9 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from ..core.types import NonFiniteError
+from ..engine.rounds import Listener, Silent
 from ..errors import UserError
 from ..runs.provenance import provenance
-from ..runs.run import Listener, Silent
 from ..runs.store import StoreError
 from .lines import Line, append, complete, identity, read
 from .side import jobs_for, side_by_side

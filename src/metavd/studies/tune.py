@@ -43,10 +43,10 @@ from .. import methods
 from ..container import write_atomic
 from ..core.types import NonFiniteError, ServerState
 from ..data.collection import Collection
+from ..engine.rounds import InterruptedRun
 from ..errors import SpecError, UserError
 from ..runs.run import (
     Data,
-    InterruptedRun,
     Setup,
     complete,
     data_of,

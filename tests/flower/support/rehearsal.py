@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from metavd.core import rng
-from metavd.engine.backend import loop
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.simulate import train_round
+from metavd.engine.cohorts import round_of
+from metavd.engine.rounds import Transport
+from metavd.engine.rounds import rounds as every
 from metavd.flower import server
 from metavd.flower.config import FederationError, plan
-from metavd.runs.run import prepare
+from metavd.runs.run import prepare, start
 from metavd.runs.settings import Experiment, with_settings
 from metavd.runs.store import Store
 
@@ -117,10 +117,12 @@ def prepared(method: str, seed: int, rounds: int, clients: int) -> Any:
 def wanted(method: str, seed: int, cohorts: tuple[tuple[int, ...], ...], clients: int = CLIENTS) -> str:
     """Return the hash of the simulator's state after rounds of these cohorts."""
     setup = prepared(method, seed, len(cohorts), clients)
-    with torch.no_grad():
-        state = setup.algorithm.server.init(rng.key(seed))
-        for cohort in cohorts:
-            state, _ = train_round(setup.algorithm, setup.pool, state, torch.tensor(cohort), loop)
+    these = Transport(
+        lambda state, now: round_of(
+            setup.algorithm, setup.pool, setup.schedule, state, torch.tensor(cohorts[now.done]), lost=[]
+        )
+    )
+    *_, (state, _) = every(setup.algorithm.server.update, these, start(setup), len(cohorts))
     return state_hash(state)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from ...data.partition import describe, federate
 from ...data.source import Source, arrays, digits
-from ...runs.run import Listener, Silent, run
+from ...engine.rounds import Listener, Silent
+from ...runs.run import run
 from ...runs.settings import RUNTIME
 from ...runs.store import Store
 from ...schema import nearest

@@ -20,11 +20,13 @@ from metavd.core.types import Algorithm, Answer, Batch, NonFiniteError, ServerSt
 from metavd.data.cohort import PERSONAL, TRAIN, Pool, batches, pool
 from metavd.data.partition import federate
 from metavd.data.source import arrays
-from metavd.engine.backend import loop, vectorized
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.simulate import simulate
+from metavd.engine.cohorts import simulate
+from metavd.engine.evaluation import answers
+from metavd.engine.schedule.loop import loop
+from metavd.engine.schedule.vmap import vmap
+from metavd.evaluate.diagnose import diagnose
 from metavd.evaluate.metrics import gap_interval, summarize
-from metavd.evaluate.personal import answers, diagnose
 from metavd.models.mlp import mlp
 from metavd.tree import Params
 
@@ -48,13 +50,13 @@ def started(algorithm: Algorithm, seed: int = 0, round: int = 0) -> ServerState:
 
 
 def answered(algorithm: Algorithm, data: Pool, state: ServerState, clients: Sequence[int], **more: Any) -> list:
-    return [result for result, _ in answers(algorithm, data, state, clients, more.pop("run", loop), **more)]
+    return [result for result, _ in answers(algorithm, data, state, clients, more.pop("run", loop.map), **more)]
 
 
 # --- who is served how -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [loop, vectorized(2)], ids=["loop", "vmap"])
+@pytest.mark.parametrize("backend", [loop.map, vmap(2).map], ids=["loop", "vmap"])
 def test_known_clients_are_served_and_unseen_ones_admitted(data: Pool, backend: Any) -> None:
     """Law: `serve` for those who took part, `admit` for those who never did; no one gets both."""
     algorithm = build("fedavg")
@@ -123,7 +125,7 @@ def test_many_rows_are_answered_in_parts() -> None:
     data = pool(federate(source, "iid", clients=2, test_share=0.5, seed=1), dtype=torch.float64)
     algorithm = build("fedavg+vd", predict="draws", samples=2)
     state = started(algorithm)
-    (whole, _), (again, _) = (answered(algorithm, data, state, range(2), run=run) for run in (loop, vectorized(2)))
+    (whole, _), (again, _) = (answered(algorithm, data, state, range(2), run=run) for run in (loop.map, vmap(2).map))
     assert len(whole.y) > 256
     np.testing.assert_allclose(again.probs, whole.probs, rtol=1e-10, atol=1e-12)
     fewer = replace(data.federation, test=tuple(rows[:300] for rows in data.federation.test))
@@ -145,7 +147,7 @@ def test_known_classes_are_those_of_training_rows(data: Pool) -> None:
             assert result.known.tolist() == [label != result.client % 3 for label in range(3)]
 
 
-@pytest.mark.parametrize("backend", [loop, vectorized(3)], ids=["loop", "vmap"])
+@pytest.mark.parametrize("backend", [loop.map, vmap(3).map], ids=["loop", "vmap"])
 @pytest.mark.parametrize("method", ["fedavg", "fedavg+vd", "pfedgp"])
 def test_only_draws_tell_information(data: Pool, method: str, backend: Any) -> None:
     """None where a method makes no draws; else a number for each row, none for a client without test rows."""
@@ -172,7 +174,7 @@ def test_figures_do_not_depend_on_the_backend(data: Pool, method: str) -> None:
     """Parity: loop and vmap give the same figures to rounding, draws and all."""
     algorithm = build(method, **({} if method == "fedavg" else {"predict": "draws", "samples": 3}))
     state = started(algorithm)
-    one, two = (summarize(answered(algorithm, data, state, range(4), run=run)) for run in (loop, vectorized(3)))
+    one, two = (summarize(answered(algorithm, data, state, range(4), run=run)) for run in (loop.map, vmap(3).map))
     spans = one.pop("intervals")
     assert two.pop("intervals") == {name: pytest.approx(span, abs=1e-9) for name, span in spans.items()}
     assert one == {name: pytest.approx(value, abs=1e-9) for name, value in two.items()}
@@ -206,7 +208,7 @@ def test_keys_of_training_and_evaluation_are_apart(data: Pool) -> None:
         return algorithm.predict(own, x, key)
 
     spied = replace(algorithm, local=local, personalize=personalize, predict=predict)
-    for state, _ in simulate(spied, data, started(algorithm), rounds=3, cohort=4, backend=loop):
+    for state, _ in simulate(spied, data, loop, started(algorithm), rounds=3, cohort=4):
         answered(spied, data, state, range(4))
         answered(spied, data, state, range(4, 6))
     assert all(used.values())
@@ -224,7 +226,7 @@ def test_training_is_the_same_with_and_without_evaluation(data: Pool, method: st
     ends = []
     for evaluated in (False, True):
         torch.manual_seed(0)
-        for state, _ in simulate(algorithm, data, started(algorithm), rounds=3, cohort=2, backend=loop):
+        for state, _ in simulate(algorithm, data, loop, started(algorithm), rounds=3, cohort=2):
             if evaluated:
                 known, unseen = (answered(algorithm, data, state, who) for who in (range(4), range(4, 6)))
                 summarize(known), gap_interval(known, unseen)

@@ -9,9 +9,8 @@ import torch
 from metavd import methods
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
-from metavd.engine.backend import loop
-from metavd.engine.simulate import mapped
-from metavd.engine.together import together
+from metavd.engine.schedule.loop import loop
+from metavd.engine.schedule.vmap import vmap
 from metavd.runs.run import Experiment, Setup, prepare, start
 
 CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
@@ -39,13 +38,15 @@ def setup_of(method: str, partition: str = "quantity:1.0") -> Setup:
 def test_the_same_as_the_loop(method: str, partition: str, chunk: int) -> None:
     """Parity: parameters and losses of a cohort, ragged or not, in chunks or not, agree with the loop's to rounding."""
     setup = setup_of(method, partition)
-    assert setup.trainer is not None
+    assert setup.schedule.name == "vmap"
     state = start(setup)
     cohort = choose(state.key, 0, 8, 5)
     with torch.no_grad():
-        one, losses = mapped(loop)(setup.algorithm, setup.pool, state, cohort)
-        two, others = together(chunk)(setup.algorithm, setup.pool, state, cohort)
+        gave, one, losses = loop.train(setup.algorithm, setup.pool, state, cohort)
+        sent, two, others = vmap(chunk).train(setup.algorithm, setup.pool, state, cohort)
     assert set(one) == set(two)
+    for name, value in gave.items():
+        torch.testing.assert_close(sent[name], value, rtol=1e-12, atol=1e-12)
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(others, losses, rtol=1e-12, atol=1e-12)
@@ -65,7 +66,7 @@ def test_a_client_that_is_done_takes_no_part(monkeypatch: pytest.MonkeyPatch) ->
     state = start(setup)
     cohort = choose(state.key, 0, 8, 5)
     with torch.no_grad():
-        together()(setup.algorithm, setup.pool, state, cohort)
+        vmap().train(setup.algorithm, setup.pool, state, cohort)
     steps = [2 * -(-len(setup.pool.federation.train[client]) // 16) for client in cohort.tolist()]
     assert len(set(steps)) > 1, "the cohort is ragged"
     assert taken == [sum(own > step for own in steps) for step in range(max(steps))]

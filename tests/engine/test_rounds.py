@@ -24,10 +24,15 @@ from metavd.data.cohort import Pool, choose, pool
 from metavd.data.formats import load
 from metavd.data.partition import Federation
 from metavd.data.source import Source, arrays
-from metavd.engine.backend import Backend, loop, vectorized
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.simulate import Record, simulate, train_round
-from metavd.evaluate.personal import answers
+from metavd.engine.cohorts import in_process, simulate
+from metavd.engine.evaluation import answers
+from metavd.engine.rounds import Answers, Record, rounds
+from metavd.engine.schedule import Map, Schedule
+from metavd.engine.schedule.loop import loop, turns
+from metavd.engine.schedule.threads import threads
+from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
+from metavd.engine.turn import Moment
 from metavd.models.mlp import mlp
 from metavd.tree import Params
 
@@ -70,9 +75,9 @@ def started(algorithm: Algorithm, seed: int = 0) -> ServerState:
 
 
 def trained(
-    algorithm: Algorithm, data: Pool, *, rounds: int = 3, cohort: int = 3, backend: Backend = loop
+    algorithm: Algorithm, data: Pool, *, rounds: int = 3, cohort: int = 3, schedule: Schedule = loop
 ) -> tuple[ServerState, list[Record]]:
-    steps = list(simulate(algorithm, data, started(algorithm), rounds=rounds, cohort=cohort, backend=backend))
+    steps = list(simulate(algorithm, data, schedule, started(algorithm), rounds=rounds, cohort=cohort))
     return steps[-1][0], [record for _, record in steps]
 
 
@@ -125,6 +130,11 @@ def test_order_of_rows_in_memory_does_not_matter(method: str, ordinary: Pool) ->
     assert records_moved == records
 
 
+def by(run: Map) -> Schedule:
+    """Return the schedule of a way to run jobs."""
+    return Schedule("test", turns(run), run)
+
+
 def backwards(function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
     """Run the last client first, and hand the results back in the order of the jobs."""
     return reversed([function(*job) for job in reversed(list(jobs))])
@@ -135,10 +145,10 @@ def test_order_of_execution_does_not_matter(method: str, ordinary: Pool) -> None
     """Law: a client's answer depends on (seed, round, client) alone, so the cohort may be run in any order."""
     algorithm = build(method, ordinary)
     state, records = trained(algorithm, ordinary)
-    other, records_other = trained(algorithm, ordinary, backend=backwards)
+    other, records_other = trained(algorithm, ordinary, schedule=by(backwards))
     assert state_hash(other) == state_hash(state)
     assert records_other == records
-    forth = [result.probs for result, _ in answers(algorithm, ordinary, state, range(6), loop)]
+    forth = [result.probs for result, _ in answers(algorithm, ordinary, state, range(6), loop.map)]
     back = [result.probs for result, _ in answers(algorithm, ordinary, state, range(6), backwards)]
     assert all(np.array_equal(a, b) for a, b in zip(forth, back, strict=True))
 
@@ -147,26 +157,19 @@ def test_order_of_execution_does_not_matter(method: str, ordinary: Pool) -> None
 def test_client_s_answer_does_not_depend_on_the_rest_of_the_cohort(method: str, ordinary: Pool) -> None:
     """Law: what client 3 sends back in a round is the same whoever else takes part."""
     algorithm = build(method, ordinary)
-    sent: list[Params] = []
-
-    def spying(function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        for job in jobs:
-            answer = function(*job)
-            if int(job.client) == 3:
-                sent.append(answer[0])
-            yield answer
-
+    found: list[Params] = []
     with torch.no_grad():
         for cohort in ([3], [0, 3], [1, 3, 5]):
-            train_round(algorithm, ordinary, started(algorithm), torch.tensor(cohort), spying)
-    assert len(sent) == 3
-    for other in sent[1:]:
-        assert all(torch.equal(other[name], value) for name, value in sent[0].items())
+            sent, adapted, _ = loop.train(algorithm, ordinary, started(algorithm), torch.tensor(cohort))
+            place = cohort.index(3)
+            found.append({name: value[place] for part in (sent, adapted) for name, value in part.items()})
+    for other in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
 
 
-@pytest.mark.parametrize("backend", [loop, vectorized(2)], ids=["loop", "vmap"])
+@pytest.mark.parametrize("schedule", [loop, vmap(2)], ids=["loop", "vmap"])
 @pytest.mark.parametrize("method", FAMILIES)
-def test_global_random_state_is_neither_read_nor_changed(method: str, backend: Backend, ordinary: Pool) -> None:
+def test_global_random_state_is_neither_read_nor_changed(method: str, schedule: Schedule, ordinary: Pool) -> None:
     """Law: other global seeds give the same bits, and all global generators are left as they were."""
     hashes = []
     algorithm = build(method, ordinary)  # torch's modules draw numbers when they are made, which `xavier` replaces
@@ -175,9 +178,9 @@ def test_global_random_state_is_neither_read_nor_changed(method: str, backend: B
         np.random.seed(seed)  # noqa: NPY002
         random.seed(seed)
         before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
-        state, _ = trained(algorithm, ordinary, rounds=2, backend=backend)
+        state, _ = trained(algorithm, ordinary, rounds=2, schedule=schedule)
         for clients in (range(6), range(6, 8)):
-            assert list(answers(algorithm, ordinary, state, clients, backend))
+            assert list(answers(algorithm, ordinary, state, clients, schedule.map))
         after = torch.get_rng_state(), np.random.get_state()[1], random.getstate()  # noqa: NPY002
         assert torch.equal(before[0], after[0])
         assert np.array_equal(before[1], after[1])
@@ -215,10 +218,60 @@ def test_going_on_from_a_state_is_going_on(ordinary: Pool) -> None:
     algorithm = build("reptile+metavd", ordinary)
     whole, records = trained(algorithm, ordinary, rounds=4)
     half, first = trained(algorithm, ordinary, rounds=2)
-    steps = list(simulate(algorithm, ordinary, half, rounds=4, cohort=3, backend=loop))
+    steps = list(simulate(algorithm, ordinary, loop, half, rounds=4, cohort=3))
     assert state_hash(steps[-1][0]) == state_hash(whole)
     assert first + [record for _, record in steps] == records
-    assert list(simulate(algorithm, ordinary, whole, rounds=4, cohort=3, backend=loop)) == []
+    assert list(simulate(algorithm, ordinary, loop, whole, rounds=4, cohort=3)) == []
+
+
+@pytest.mark.parametrize("schedule", [loop, threads(2), vmap(), vmap(2)], ids=["loop", "threads", "vmap", "parts"])
+@pytest.mark.parametrize("method", ["reptile+metavd", "maml+ensemblevd"])
+def test_what_was_sent_is_what_the_difference_is_taken_to(method: str, schedule: Schedule, ordinary: Pool) -> None:
+    """Law: clients that do not move leave spreads, embeddings and hypernetwork as they are, to the bit."""
+    known = methods.options_of(method)
+    still = {name: 0.0 for name in ("lr", "outer_lr", "hyper_decay", "embed_decay", "spread_decay") if name in known}
+    algorithm = build(method, ordinary, **still)
+    first = started(algorithm)
+    state, _ = trained(algorithm, ordinary, rounds=2, schedule=schedule)
+    owned = [name for name in first.params if name.startswith("server.")]
+    assert owned
+    assert all(torch.equal(state.params[name], first.params[name]) for name in owned)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+def test_rounds_under_way_are_the_same_rounds(ahead: int, ordinary: Pool) -> None:
+    """Law: a loop that begins the next rounds before it waits for this one yields what it yields without."""
+    algorithm = build("reptile+metavd", ordinary)
+    begun: list[int] = []
+
+    def counted(state: ServerState, now: Moment) -> Answers:
+        begun.append(now.done)
+        return here.collect(state, now)
+
+    here = in_process(algorithm, ordinary, loop, cohort=3)
+    wanted = list(rounds(algorithm.server.update, here, started(algorithm), 4))
+    steps = rounds(algorithm.server.update, here._replace(collect=counted, ahead=ahead), started(algorithm), 4)
+    found = [next(steps)]
+    assert begun == list(range(min(1 + ahead, 4)))
+    found += steps
+    assert [(state_hash(state), record) for state, record in found] == [(state_hash(s), r) for s, r in wanted]
+
+
+def test_a_transport_may_change_the_state_before_a_round(ordinary: Pool) -> None:
+    """Law: `ready` is asked before every round, and what it returns is what is sent and updated."""
+    algorithm = build("fedavg", ordinary)
+    seen: list[float] = []
+
+    def ready(state: ServerState) -> ServerState:
+        seen.append(float(state.round))
+        return state._replace(params=state.params | {"fc2.bias": state.params["fc2.bias"] + 1.0})
+
+    still = build("fedavg", ordinary, lr=0.0)
+    steps = rounds(still.server.update, in_process(still, ordinary, loop, cohort=3)._replace(ready=ready),
+                   started(algorithm), 3)  # fmt: skip
+    *_, (state, _) = steps
+    assert seen == [0.0, 1.0, 2.0]
+    torch.testing.assert_close(state.params["fc2.bias"], started(algorithm).params["fc2.bias"] + 3.0)
 
 
 # --- ragged ----------------------------------------------------------------------------------------------------------
@@ -244,10 +297,10 @@ def test_ragged_clients(method: str, cohort: int) -> None:
     state, records = trained(algorithm, data, rounds=2, cohort=cohort)
     assert all(math.isfinite(record.loss) for record in records)
     assert all(torch.isfinite(value).all() for value in (*state.params.values(), *state.slots.values()))
-    chunk = vectorized(3)
-    assert_agree(trained(algorithm, data, rounds=2, cohort=cohort, backend=chunk)[0], state)
+    chunk = vmap(3)
+    assert_agree(trained(algorithm, data, rounds=2, cohort=cohort, schedule=chunk)[0], state)
     for clients in (range(5), range(5, 7)):
-        mine, right = (list(answers(algorithm, data, state, clients, backend)) for backend in (chunk, loop))
+        mine, right = (list(answers(algorithm, data, state, clients, each.map)) for each in (chunk, loop))
         for (a, _), (b, _), client in zip(mine, right, clients, strict=True):
             assert a.probs.shape == b.probs.shape == (RAGGED[1][client], 10)
             assert np.isfinite(b.probs).all()
@@ -255,18 +308,18 @@ def test_ragged_clients(method: str, cohort: int) -> None:
 
 
 def test_nobody_has_test_rows() -> None:
-    """Whole chunks without a row to answer give empty answers on both backends."""
+    """Whole chunks without a row to answer give empty answers under both schedules."""
     data = pool(federation_of([4, 5, 6], [0, 0, 0]), dtype=torch.float64)
     algorithm = build("reptile+metavd", data)
-    for backend in (loop, vectorized(2)):
-        found = [result.probs.shape for result, _ in answers(algorithm, data, started(algorithm), range(3), backend)]
+    for each in (loop, vmap(2)):
+        found = [result.probs.shape for result, _ in answers(algorithm, data, started(algorithm), range(3), each.map)]
         assert found == [(0, 10)] * 3
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def most_batches(count: int, backend: Backend) -> int:
+def most_batches(count: int, schedule: Schedule) -> int:
     """Return how many batches exist at most while clients are trained, with `count` of them participating."""
     data = pool(federation_of([8] * count, [1] * count))
     algorithm = build("fedavg", data)
@@ -278,14 +331,17 @@ def most_batches(count: int, backend: Backend) -> int:
 
     gc.collect()
     before = sum(type(each) is Batch for each in gc.get_objects())
-    trained(replace(algorithm, local=watching), data, rounds=1, cohort=12, backend=backend)
+    trained(replace(algorithm, local=watching), data, rounds=1, cohort=12, schedule=schedule)
     return max(alive) - before
 
 
-@pytest.mark.parametrize(("backend", "held"), [(loop, 1), (vectorized(2), 2)], ids=["loop", "vmap"])
-def test_memory_is_bounded_by_what_runs_at_once(backend: Backend, held: int) -> None:
+WHOLE_TURNS = Schedule("test", whole_turns(2), all_at_once(2))
+
+
+@pytest.mark.parametrize(("schedule", "held"), [(loop, 1), (WHOLE_TURNS, 2)], ids=["loop", "vmap"])
+def test_memory_is_bounded_by_what_runs_at_once(schedule: Schedule, held: int) -> None:
     """Law: batches exist for the clients that run now, not for the cohort, let alone for all clients."""
-    few, many = most_batches(12, backend), most_batches(60, backend)
+    few, many = most_batches(12, schedule), most_batches(60, schedule)
     assert few == many
     # Two batches a client, and under vmap the two padded ones that are made of them and their images inside vmap.
     assert few <= 2 * held + (4 if held > 1 else 0)
@@ -295,7 +351,7 @@ def test_state_does_not_grow_with_the_rounds(ordinary: Pool) -> None:
     """Law: no round leaves a graph or an entry behind."""
     algorithm = build("reptile+metavd", ordinary)
     sizes = set()
-    for state, _ in simulate(algorithm, ordinary, started(algorithm), rounds=3, cohort=2, backend=loop):
+    for state, _ in simulate(algorithm, ordinary, loop, started(algorithm), rounds=3, cohort=2):
         tensors = [*state.params.values(), *state.slots.values(), state.round]
         assert not any(value.requires_grad for value in tensors)
         assert all(value.grad_fn is None for value in tensors)
@@ -309,18 +365,13 @@ def test_state_does_not_grow_with_the_rounds(ordinary: Pool) -> None:
 def test_record_says_what_happened(ordinary: Pool) -> None:
     """Closed form: who took part, the loss weighted by data size, the bytes of a dense model both ways."""
     algorithm = build("fedavg", ordinary)
-    seen: list[tuple[int, float]] = []
-
-    def spying(function: Callable[..., Any], jobs: Iterable[Job]) -> Iterator[Any]:
-        for job in jobs:
-            answer = function(*job)
-            seen.append((len(ordinary.federation.train[int(job.client)]), float(answer[1])))
-            yield answer
-
     state = started(algorithm)
     cohort = choose(state.key, 0, 6, 3)
     with torch.no_grad():
-        new, record = train_round(algorithm, ordinary, state, cohort, spying)
+        losses = loop.train(algorithm, ordinary, state, cohort).losses
+    sizes = [len(ordinary.federation.train[client]) for client in cohort.tolist()]
+    seen = list(zip(sizes, losses.tolist(), strict=True))
+    new, record = next(simulate(algorithm, ordinary, loop, state, rounds=1, cohort=3))
     assert (record.round, int(new.round), record.cohort) == (1, 1, cohort.tolist())
     assert record.loss == pytest.approx(sum(n * loss for n, loss in seen) / sum(n for n, _ in seen), rel=1e-14)
     size = 3 * sum(value.numel() * 8 for value in state.params.values())
@@ -352,7 +403,7 @@ def test_nan_of_a_client_is_named(ordinary: Pool, value: float) -> None:
             adapted = adapted | {"fc1.bias": adapted["fc1.bias"] * value}
         return adapted, loss
 
-    steps = simulate(replace(algorithm, local=spoilt), ordinary, started(algorithm), rounds=3, cohort=3, backend=loop)
+    steps = simulate(replace(algorithm, local=spoilt), ordinary, loop, started(algorithm), rounds=3, cohort=3)
     state, _ = next(steps)
     assert int(state.round) == 1
     with pytest.raises(NonFiniteError, match=rf"round 2: client {whose} made fc1\.bias NaN"):

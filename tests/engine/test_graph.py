@@ -11,16 +11,24 @@ import torch
 
 import metavd
 from metavd import methods
-from metavd.core import local
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
-from metavd.engine import stepped as module
-from metavd.engine.backend import loop
-from metavd.engine.simulate import mapped, simulate
-from metavd.engine.stepped import serves, stepped, table
+from metavd.engine.cohorts import simulate
+from metavd.engine.schedule import Schedule
+from metavd.engine.schedule import graph as module
+from metavd.engine.schedule.capture import _stored
+from metavd.engine.schedule.graph import stepwise
+from metavd.engine.schedule.loop import loop
+from metavd.engine.schedule.table import table, tabled
+from metavd.engine.schedule.vmap import all_at_once, whole_turns
 from metavd.runs.run import Experiment, Setup, prepare, start
 
 CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
+
+
+def steps_in_buffers() -> Schedule:
+    """Return the GPU's schedule, without its graphs."""
+    return Schedule("test", stepwise(capture=False, otherwise=whole_turns()), all_at_once())
 
 
 def squares(rows: int = 400) -> Source:
@@ -44,13 +52,15 @@ def setup_of(method: str, **settings: object) -> Setup:
 def test_the_same_as_the_loop(method: str) -> None:
     """Parity: adapted parameters and losses of a ragged cohort agree with the loop's to rounding."""
     setup = setup_of(method)
-    assert serves(setup.algorithm)
+    assert tabled(setup.algorithm.train_batches)
     state = start(setup)
     cohort = choose(state.key, 0, 8, 5)
     with torch.no_grad():
-        one, losses = mapped(loop)(setup.algorithm, setup.pool, state, cohort)
-        two, others = stepped(capture=False)(setup.algorithm, setup.pool, state, cohort)
+        gave, one, losses = loop.train(setup.algorithm, setup.pool, state, cohort)
+        sent, two, others = steps_in_buffers().train(setup.algorithm, setup.pool, state, cohort)
     assert list(one) == list(two)
+    for name, value in gave.items():
+        torch.testing.assert_close(sent[name], value, rtol=1e-12, atol=1e-12)
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(others, losses, rtol=1e-12, atol=1e-12)
@@ -70,7 +80,7 @@ def test_a_client_that_is_done_takes_no_part(monkeypatch: pytest.MonkeyPatch) ->
     state = start(setup)
     cohort = choose(state.key, 0, 8, 5)
     with torch.no_grad():
-        stepped(capture=False)(setup.algorithm, setup.pool, state, cohort)
+        steps_in_buffers().train(setup.algorithm, setup.pool, state, cohort)
     sizes = [len(setup.pool.federation.train[client]) for client in cohort.tolist()]
     steps = [2 * -(-size // 16) for size in sizes]
     assert len(set(steps)) > 1, "the cohort is ragged"
@@ -82,10 +92,10 @@ def test_rounds_of_different_cohorts_share_the_buffers() -> None:
     setup = setup_of("reptile+metavd")
     chances = torch.full((8,), 0.5, dtype=torch.float64)
     ends = []
-    for trainer in (None, stepped(capture=False)):
-        steps = simulate(setup.algorithm, setup.pool, start(setup), rounds=6, cohort=5, backend=loop,
-                         trainer=trainer, available=chances)  # fmt: skip
-        states = list(steps)
+    for schedule in (loop, steps_in_buffers()):
+        states = list(
+            simulate(setup.algorithm, setup.pool, schedule, start(setup), rounds=6, cohort=5, available=chances)
+        )
         assert len({len(record.cohort) for _, record in states}) > 1
         ends.append(states[-1][0].params)
     for name, value in ends[0].items():
@@ -96,7 +106,7 @@ def test_rows_and_keys_are_those_of_the_loop() -> None:
     """Closed form: every row of every epoch once, in the loop's order; most steps first."""
     setup = setup_of("fedavg")
     state = start(setup)
-    drawn = table(setup.pool, setup.algorithm.train_batches, 1, state, [0, 3, 6])
+    drawn = table(setup.pool, setup.algorithm.train_batches, 1, state, torch.tensor([0, 3, 6]))
     assert drawn.steps == sorted(drawn.steps, reverse=True)
     for column, place in enumerate(drawn.order.tolist()):
         own = setup.pool.federation.train[[0, 3, 6][place]]
@@ -105,8 +115,28 @@ def test_rows_and_keys_are_those_of_the_loop() -> None:
         assert float(drawn.size[column]) == len(own)
 
 
-def test_what_is_no_sequence_of_steps_is_left_to_the_backend() -> None:
-    """PFedGP looks at all of a client's rows at once, and a stage that keeps what it received takes no steps."""
-    assert not serves(setup_of("pfedgp", model="mlp").algorithm)
-    assert not isinstance(local.keep, local.Steps)
+def test_what_repeats_itself_is_stored_once() -> None:
+    """Law: a graph's input for an expanded tensor holds its own numbers alone, and expands to the same tensor."""
+    shared = torch.arange(6.0).reshape(2, 3)
+    for value in (
+        shared,
+        shared.expand(5, 2, 3),
+        shared[:, None].expand(2, 4, 3),
+        shared.T,
+        torch.tensor(1.0).expand(3),
+    ):
+        stored = _stored(value)
+        assert torch.equal(stored.expand(value.shape), value)
+        assert stored.numel() == len({float(each) for each in value.flatten()})
+
+
+def test_what_cannot_be_tabled_runs_as_whole_turns() -> None:
+    """PFedGP looks at all of a client's rows at once: no table holds them, and the loop's answers come all the same."""
+    setup = setup_of("pfedgp", model="mlp")
+    assert not tabled(setup.algorithm.train_batches)
+    state, cohort = start(setup), torch.tensor([0, 3, 6])
+    with torch.no_grad():
+        one, two = (each.train(setup.algorithm, setup.pool, state, cohort) for each in (loop, steps_in_buffers()))
+    for name, value in one.adapted.items():
+        torch.testing.assert_close(two.adapted[name], value, rtol=1e-9, atol=1e-9)
     assert metavd.run(method="pfedgp", rounds=1, clients=3, unseen=0, cohort=1, width=8)["trained_rounds"] == 1

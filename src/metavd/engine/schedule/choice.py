@@ -1,7 +1,7 @@
-"""Which backend suits a workload on a CPU: threads for arithmetic, vmap where Python's bookkeeping outweighs it.
+"""Which schedule suits a workload: graphs on a GPU; on a CPU threads, or vmap where bookkeeping outweighs arithmetic.
 
 A step of a small network is a hundred calls of a few microseconds each, whatever its size; vmap pays them once for the
-whole cohort. Large products run best one client a core, in the layout that convolutions prefer. The rule knows sizes
+whole cohort. Large products run best one client per core, in the layout that convolutions prefer. The rule knows sizes
 alone, no clock: a run takes the same way, and so gives the same bits, on a busy machine.
 """
 
@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..core import rng
-from ..core.types import Model
+from ...core import rng
+from ...core.types import Model
+from . import Schedule
+from .graph import graph
+from .loop import loop
+from .threads import threads
+from .vmap import vmap
 
 _LIGHT = 3e7
 """Operations of a client's step, forward and backward, up to which bookkeeping outweighs them (two cores, torch 2.13).
@@ -63,3 +68,22 @@ def choice(model: Model, shape: Sequence[int], batch: int, cohort: int) -> str:
     """Return "vmap" or "threads" for clients that take steps of `batch` rows (0: all they have), so many a round."""
     light = 0 < 3 * batch * flops(model, shape) <= _LIGHT
     return "vmap" if light and cohort >= _MANY else "threads"
+
+
+def resolved(
+    backend: str, device: str, model: Model, shape: Sequence[int], *, batch: int, cohort: int, one: bool
+) -> str:
+    """Return the setting `backend` that a run takes where it was left open ("auto").
+
+    `one`: there is only this one model, which two threads cannot use at once.
+    """
+    if backend == "auto":
+        backend = choice(model, shape, batch, cohort) if device == "cpu" else "vmap"
+    return "loop" if one and backend == "threads" else backend
+
+
+def schedule(backend: str, device: str, chunk: int = 0) -> Schedule:
+    """Return the schedule of a setting `backend`, "loop", "threads" or "vmap", on a device."""
+    if backend == "vmap":
+        return vmap(chunk) if device == "cpu" else graph(chunk)
+    return loop if backend == "loop" else threads(torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""The backends: same answers, in order, no more of a cohort in memory than they run at once."""
+"""The schedules' maps: same answers, in order, no more of a cohort in memory than they run at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from metavd.core import rng
 from metavd.core.model import from_module
 from metavd.core.types import Batch, Job
-from metavd.engine.backend import Backend, loop, reentrant, threads, vectorized
+from metavd.engine.schedule import Map
+from metavd.engine.schedule.loop import one_after_another as loop
+from metavd.engine.schedule.threads import side_by_side as threads
+from metavd.engine.schedule.vmap import all_at_once as vectorized
+from metavd.engine.task import reentrant
 
 SIZES = ([5, 3], [1], [], [4, 4, 2], [2], [5, 5, 5], [3])
 """Rows of each batch of seven clients: ragged in every way, one client without a batch."""
 THREADS = [threads(1), threads(2), threads(3), threads(20)]
-BACKENDS = [loop, vectorized(1), vectorized(2), vectorized(3), vectorized(7), vectorized(100), *THREADS]
+MAPS = [loop, vectorized(1), vectorized(2), vectorized(3), vectorized(7), vectorized(100), *THREADS]
 
 
 def make_job(client: int, sizes: Sequence[int], rows: int = 2) -> Job:
@@ -53,30 +57,30 @@ def work(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) ->
     return {"sum": total, "rest": (noise, client * 2, rows * rng.uniform(key, [1], torch.float64))}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_backends_agree_on_ragged_clients(backend: Backend) -> None:
+@pytest.mark.parametrize("run", MAPS)
+def test_maps_agree_on_ragged_clients(run: Map) -> None:
     """Parity: any chunk size gives the loop's answers, one a job, in the order of the jobs."""
-    found, wanted = list(backend(work, iter(jobs()))), list(loop(work, jobs()))
+    found, wanted = list(run(work, iter(jobs()))), list(loop(work, jobs()))
     assert len(found) == len(wanted) == 7
     for mine, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("backend", BACKENDS[1:6])
-def test_rows_are_padded_behind(backend: Backend) -> None:
+@pytest.mark.parametrize("run", MAPS[1:6])
+def test_rows_are_padded_behind(run: Map) -> None:
     """Clients with fewer rows to answer, or none, get theirs first; what follows is padding."""
     sizes = [3, 0, 2, 0, 1, 5, 0]
-    for size, mine, right in zip(sizes, backend(work, jobs(sizes)), loop(work, jobs(sizes)), strict=True):
+    for size, mine, right in zip(sizes, run(work, jobs(sizes)), loop(work, jobs(sizes)), strict=True):
         assert len(mine["rest"][2]) >= size
         torch.testing.assert_close(mine["rest"][2][:size], right["rest"][2], rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_do(backend: Backend) -> None:
+@pytest.mark.parametrize("run", MAPS)
+def test_nothing_to_do(run: Map) -> None:
     """No jobs give no results; jobs without batches and rows are run all the same."""
-    assert list(backend(work, [])) == []
+    assert list(run(work, [])) == []
     empty = [make_job(client, [], 0) for client in range(3)]
-    assert [float(each["sum"].sum()) for each in backend(work, empty)] == [0.0] * 3
+    assert [float(each["sum"].sum()) for each in run(work, empty)] == [0.0] * 3
 
 
 def counted(seen: list[int]) -> Iterator[Job]:
@@ -114,10 +118,10 @@ def test_vmap_refuses_random_numbers_of_its_own() -> None:
 # --- threads ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", THREADS)
-def test_threads_give_the_same_bits_as_the_loop(backend: Backend) -> None:
+@pytest.mark.parametrize("run", THREADS)
+def test_threads_give_the_same_bits_as_the_loop(run: Map) -> None:
     """Law: a client is computed by one thread with one core, so their number cannot be seen in the answers."""
-    for mine, right in zip(backend(work, iter(jobs())), loop(work, jobs()), strict=True):
+    for mine, right in zip(run(work, iter(jobs())), loop(work, jobs()), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=0)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import copy_each, flatten, unflatten
+from ...compat import copy_each, flatten, unflatten
 
 
 def captured(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,20 +53,29 @@ def _no_questions() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def _stored(leaf: Tensor) -> Tensor:
+    """Return a tensor without its copies along axes on which it repeats itself (see `expand`)."""
+    for axis, (size, stride) in enumerate(zip(leaf.shape, leaf.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            leaf = leaf.narrow(axis, 0, 1)
+    return leaf
+
+
 def _record(function: Callable[..., Any], leaves: list[Tensor], shape: Any) -> Callable[[list[Tensor]], Any]:
     """Capture the function; return its replay as a function of the flat arguments."""
-    inputs = [leaf.clone() for leaf in leaves]
+    inputs = [_stored(leaf).clone() for leaf in leaves]
+    given = [place.expand(leaf.shape) for place, leaf in zip(inputs, leaves, strict=True)]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), _no_questions():
-        function(*unflatten(inputs, shape))
+        function(*unflatten(given, shape))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs, form = flatten(function(*unflatten(inputs, shape)))
+        outputs, form = flatten(function(*unflatten(given, shape)))
 
     def replay(values: list[Tensor]) -> Any:
-        copy_each(inputs, values)
+        copy_each(inputs, [_stored(value) for value in values])
         graph.replay()
         return unflatten([output.clone() for output in outputs], form)
 

@@ -1,0 +1,48 @@
+"""One client after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import tree
+from ...core.types import Algorithm, Batch, Job, ServerState
+from ...data.cohort import Pool
+from ...tree import Params
+from ..turn import moment, train_batches, train_turn
+from . import Function, Map, Schedule, Train, Trained
+
+
+def one_after_another(function: Function, jobs: Iterable[Job]) -> Iterator[Any]:
+    """Run one client after another; memory is one client's."""
+    for job in jobs:
+        yield function(*job)
+
+
+def turns(run: Map) -> Train:
+    """Return the training that runs every client's whole turn as one function."""
+
+    def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
+        ids, now = cohort.tolist(), moment(state)
+        sent = [algorithm.emit.apply(state.params, torch.tensor(one, device=pool.x.device), state.round) for one in ids]
+
+        def jobs() -> Iterator[Job]:
+            for place, client in enumerate(ids):
+                yield Job(torch.tensor(place), train_batches(algorithm, pool, client, now, client), pool.x[:0], now.key)
+
+        def turn(place: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Params, Tensor]:  # noqa: ARG001
+            return train_turn(algorithm, sent[int(place)], batches)
+
+        answers = list(run(turn, jobs()))
+        losses = torch.stack([loss for _, loss in answers])
+        parts = [dict(params) for params, _ in answers]
+        del answers  # or else the weights would stay where `gather` takes them from
+        return Trained(tree.gather(sent), tree.gather(parts), losses)
+
+    return train
+
+
+loop = Schedule("loop", turns(one_after_another), one_after_another)

@@ -1,0 +1,60 @@
+"""What the dropout rates of a trained posterior look like."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.emit import OWNED
+from ..core.types import Algorithm, ServerState
+from ..core.variational import rates, without_gradient
+from ..tree import Params
+
+
+def _stored(state: ServerState, received: Params, entry: str, client: int) -> Tensor:
+    """Return a spread as the server stores it, before any clamp; a hypernetwork's is what it sends."""
+    if OWNED + entry in state.params:
+        return state.params[OWNED + entry][client]
+    return state.params.get(entry, received[entry])
+
+
+def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: int = 256) -> dict[str, float] | None:
+    """Return what the dropout rates of participating clients look like; None where the method has none.
+
+    rate_mean, rate_sd: over weights and clients. rate_above_0.9: share of rates above 0.9. no_gradient: share of
+    spreads that a push towards more noise cannot move. between_clients: root mean square, over weights, of the
+    standard deviation between clients.
+    """
+    noise = algorithm.noise
+    if noise is None:
+        return None
+    device = state.round.device
+    ids = torch.linspace(0, num_clients - 1, min(num_clients, limit)).round().long()
+    count = len(ids)
+    sums: dict[str, Tensor] = {}
+    total = square = above = stuck = 0.0
+    weights = 0
+    with torch.no_grad():
+        for client in ids:
+            received = algorithm.emit.apply(state.params, client.to(device), state.round)
+            for layer, rate in rates(noise, received).items():
+                value = rate.double()
+                total += float(value.sum())
+                square += float(value.square().sum())
+                above += float((value > 0.9).sum())
+                stuck += float(without_gradient(noise, _stored(state, received, noise.entry(layer), int(client))).sum())
+                weights += value.numel()
+                sums[layer] = sums.get(layer, 0) + value
+                sums[f"{layer}^2"] = sums.get(f"{layer}^2", 0) + value.square()
+    spread = torch.cat(
+        [(sums[f"{layer}^2"] / count - (sums[layer] / count).square()).clamp(min=0).flatten() for layer in noise.layers]
+    )
+    mean = total / weights
+    return {
+        "rate_mean": mean,
+        "rate_sd": float(np.sqrt(max(square / weights - mean * mean, 0.0))),
+        "rate_above_0.9": above / weights,
+        "no_gradient": stuck / weights,
+        "between_clients": float(spread.mean().sqrt()),
+    }
