@@ -15,7 +15,7 @@ from typing import Any
 
 from study import SETTING, Line, made_on, main
 
-from metavd.ops.fused import EXACT, PRECISIONS
+from metavd.ops.precision import EXACT, PRECISIONS
 
 METHODS = ("fedavg", "reptile+metavd")
 

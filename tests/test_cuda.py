@@ -9,13 +9,13 @@ import torch
 import metavd
 from metavd import methods
 from metavd.core import rng
-from metavd.data.augment import crop_and_flip
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
 from metavd.engine import stepped
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.graph import captured
 from metavd.engine.simulate import train_round
+from metavd.ops.images import crop_and_flip
 from metavd.runs.run import Experiment, prepare, rounds_of, start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

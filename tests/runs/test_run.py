@@ -18,10 +18,10 @@ from metavd.core.types import NonFiniteError
 from metavd.data.partition import PartitionError
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import load_checkpoint, state_hash
+from metavd.methods import MethodError
 from metavd.runs.run import InterruptedRun, Silent, evaluate, module_for, prepare, run, start
 from metavd.runs.settings import Experiment, SpecError
 from metavd.runs.store import StoreError
-from metavd.methods import MethodError
 
 TINY = {"clients": 4, "unseen": 2, "cohort": 2, "rounds": 3, "width": 8, "test_share": 0.9, "method": "fedavg"}
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..tree import Params
-from .variational import Noise
+from .posterior import Posterior
 
 NEW = -1
 """The id of a client that the server has never trained with."""
@@ -166,5 +166,5 @@ class Algorithm:
     admit: Admit
     train_batches: Sampling
     personal_batches: Sampling
-    noise: Noise | None = None
+    noise: Posterior | None = None
     """The posterior, where there is one: for diagnostics of its dropout rates."""

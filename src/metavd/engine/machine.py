@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..ops.fused import EXACT
+from ..ops.precision import EXACT
 
 _SMALL = 200_000
 """Below so many weights, a second thread costs more in waiting than it saves in arithmetic."""
@@ -35,7 +35,7 @@ _KEEPING = (
 
 @contextmanager
 def tuned(weights: int, device: str, backend: str = "loop", precision: str = EXACT) -> Iterator[None]:
-    """Use a CPU well for operations on so many weights at once; let a GPU multiply in a precision of `ops.fused`.
+    """Use a CPU well for operations on so many weights at once; let a GPU multiply in a precision of `ops.precision`.
 
     With one client a core (backend "threads") what lies between clients has one thread too: so a run's bits do not
     depend on the number of cores.

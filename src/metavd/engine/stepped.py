@@ -29,6 +29,7 @@ from ..core.local import Steps
 from ..core.types import Algorithm, Batch, Sampling, ServerState
 from ..data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
 from ..ops import fused
+from ..ops.device import rehearse
 from ..tree import Params
 
 _EXACT = 16
@@ -182,7 +183,7 @@ def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Te
     def first() -> None:
         _train(algorithm, pool, state, (ids, drawn), [], capture=False)
 
-    fused.rehearse(first)
+    rehearse(first)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -302,7 +303,7 @@ def _captured(step: Callable[[], None], buffers: _Buffers) -> Callable[[], None]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         if not buffers.graphs:
-            fused.rehearse(step)
+            rehearse(step)
             torch._foreach_copy_(touched, before)
         step()  # in which libraries choose their kernels and take their memory
         torch._foreach_copy_(touched, before)

@@ -10,15 +10,16 @@ import difflib
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core import aggregate, emit, gp_slots, local, objective, rng, server
+from ..core import aggregate, emit, gp_slots, local, objective, posterior, rng, server
 from ..core.model import attach, headless, reset
 from ..core.optim import Groups, Sgd
+from ..core.posterior import Choice, InputLogAlpha, Posterior, logit
 from ..core.predict import posterior_draws, posterior_mean
 from ..core.types import (
     NEW,
@@ -34,7 +35,6 @@ from ..core.types import (
     Sampling,
     Server,
 )
-from ..core.variational import Noise
 from ..tree import Params
 
 Value = bool | int | float | str
@@ -106,9 +106,11 @@ class Parts:
     aggregate: Aggregate
     groups: dict[str, Sgd]
     predict: Predict
-    noise: Noise | None = None
+    noise: Posterior | None = None
     serve: Callable[[Emit], Emit] = lambda emits: emits
     """From what is emitted in training to what is emitted when a client is to be used or tested."""
+    personal: Callable[[Objective], Objective] = lambda loss: loss
+    """From what is minimised in training to what is minimised when a client is to be used or tested."""
     admit: Callable[[Emit], Admit] | None = None
     wrap: Callable[[Server], Server] = lambda base: base
     inner_clip: bool = True
@@ -146,7 +148,7 @@ OUTER = (
 POSTERIOR = (
     Option("layers", "auto", "layers with a posterior, by name, with commas; auto: the one before the output"),
     Option("per", "weight", "one rate a weight, or one log alpha an input unit", choices=("weight", "input")),
-    Option("spread", "logvar", "learn log sigma^2 or log alpha", choices=("logvar", "logalpha")),
+    Option("spread", "logvar", "learn log sigma^2 or log alpha", choices=("logvar", "logalpha", *posterior.added())),
     Option("rate", 0.0, "initial dropout rate of a typical weight; 0: log sigma^2 = -8.5", 0, 0.999),
     Option("floor", -17.0, "lowest log sigma^2 (or log alpha)", -60, 8),
     Option("ceiling", 0.0, "highest log sigma^2; not with clamp=released", -60, 8.5),
@@ -156,6 +158,9 @@ POSTERIOR = (
     Option("beta", 10.0, "weight of the KL", 0, search=tuple(float(i) for i in range(1, 16))),
     Option("beta_ramp", 0.02, "share of all rounds in which beta rises from 0", 0, 1),
     Option("kl", "mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta", choices=("mean", "elbo")),
+    Option("kl_epsilon", "weight", "the KL's 1e-13 is added to theta^2, or to sigma^2", choices=("weight", "variance")),
+    Option("test_beta", "next", "round whose beta personalisation takes: the next, or the last that was trained",
+           choices=("next", "last")),
     Option("draws", 3, "noise draws a training step, their logits averaged", 1),
     Option("layer_init", "uniform", "start of a noisy layer: U(+-1/sqrt(fan in)) or the model's own",
            choices=("uniform", "model")),
@@ -231,7 +236,8 @@ PFEDGP = (
 )
 
 RELEASED: dict[str, Value] = {
-    "clamp": "released", "floor": -8.5, "test_noise": "constant", "predict": "draws", "samples": 3, "average": "logits",
+    "clamp": "released", "floor": -8.5, "test_noise": "constant",
+    "predict": "draws", "samples": 3, "average": "logits",
     "spread_decay": 5e-4, "owned": "share", "owned_decay": "dense", "meta_batches": "independent",
     "product": "released", "saliency": "released", "dropped": "released", "temperature": 1.0, "distill_lr": 0.9,
 }  # fmt: skip
@@ -266,29 +272,26 @@ def linear_layers(model: Model) -> list[str]:
     return [name for name, shape in model.layers.items() if len(shape) == 2]
 
 
-def _noise(model: Model, o: Options) -> Noise:
-    """Build the posterior's parameterisation from the options."""
-    kind: Any = "input" if o["per"] == "input" else o["spread"]
-    layers = _named(model, o["layers"], linear_layers(model) if kind == "input" else model.variational)
-    first = -8.5
-    if kind != "logvar" or o["rate"]:
-        rate = o["rate"] or 0.15
-        weights = model.init(rng.key(0))
-        square = float(torch.cat([weights[f"{layer}.weight"].flatten() for layer in layers]).square().mean())
-        first = objective.logit(rate) + (float(torch.tensor(square).log()) if kind == "logvar" else 0.0)
-    if o["clamp"] == "released":
-        return Noise(layers, kind, offset=0.0, start=first, low=o["floor"], high=8.5, through=False)
-    high = o["ceiling"] if kind == "logvar" else objective.logit(o["max_rate"])
-    if not o["floor"] <= first <= high:
-        what = "log sigma^2" if kind == "logvar" else "log alpha"
-        raise MethodError(
-            f"the posterior starts at {what} = {first:.3g}, but its range is {o['floor']:g} to {high:.3g}; "
-            "move floor, ceiling, max_rate or rate"
-        )
-    return Noise(layers, kind, offset=first, low=o["floor"], high=high, inward=o["clamp"] == "inward")
+def _noise(model: Model, o: Options) -> Posterior:
+    """Build the posterior from the options."""
+    kind = posterior.named("input" if o["per"] == "input" else o["spread"])
+    layers = _named(model, o["layers"], linear_layers(model) if kind.everywhere else model.variational)
+    choice = Choice(**{field.name: o[field.name] for field in fields(Choice)})
+    try:
+        return kind.build(layers, lambda: model.init(rng.key(0)), choice)
+    except ValueError as error:
+        raise MethodError(str(error)) from None
 
 
-def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:
+def _entries(parts: Parts) -> list[str]:
+    """Names of what travels for the posterior, where there is one."""
+    if parts.noise is None:
+        return []
+    layers = parts.model.layers
+    return [name for layer in parts.noise.layers for name in parts.noise.entries(layer, layers[layer])]
+
+
+def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Posterior], Emit]) -> Parts:
     """What VD, EnsembleVD and MetaVD share: a posterior, its ELBO, precision-weighted aggregation, prediction."""
     model = parts.model
     if o["layer_init"] == "uniform" and o["per"] == "weight" and model.fresh:
@@ -306,6 +309,7 @@ def _posterior(parts: Parts, o: Options, extend: Callable[[Emit, Model, Noise], 
         serve=(lambda used: emit.constant(used, model, noise, -8.5)) if o["test_noise"] == "constant" else parts.serve,
         inner=loss,
         outer=objective.total(loss, objective.divergence(noise, beta, o["kl"])),
+        personal=objective.a_round_earlier if o["test_beta"] == "last" else parts.personal,
         aggregate=aggregate.precision(noise),
         predict=answer,
         noise=noise,
@@ -324,8 +328,7 @@ def _spread_group(o: Options) -> Sgd:
 def vd(parts: Parts, o: Options) -> Parts:
     """One learned spread for all clients."""
     parts = _posterior(parts, o, emit.one_for_all)
-    assert parts.noise is not None
-    groups = parts.groups | {parts.noise.entry(layer): _spread_group(o) for layer in parts.noise.layers}
+    groups = parts.groups | {name: _spread_group(o) for name in _entries(parts)}
     # The released code evaluates VD with its own spread, and only the others with a constant.
     return replace(parts, groups=groups, serve=lambda emits: emits)
 
@@ -341,7 +344,7 @@ def metavd(parts: Parts, o: Options) -> Parts:
     """Each client's spread predicted by a hypernetwork from the client's embedding."""
     num = parts.setting.num_clients
 
-    def extend(base: Emit, model: Model, noise: Noise) -> Emit:
+    def extend(base: Emit, model: Model, noise: Posterior) -> Emit:
         return emit.meta(
             base, model, noise, num, size=o["embedding"] or None, width=o["hyper_width"], depth=o["hyper_depth"],
             released=o["clamp"] == "released",
@@ -349,7 +352,7 @@ def metavd(parts: Parts, o: Options) -> Parts:
 
     parts = _posterior(parts, o, extend)
     if o["newcomer"] == "fit":
-        loss = parts.outer
+        loss = parts.personal(parts.outer)
         parts = replace(parts, admit=lambda used: emit.fitted(used, loss, steps=o["fit_steps"], lr=o["fit_lr"]))
     groups = parts.groups | {"server.hyper.": Sgd(o["hyper_lr"], o["hyper_momentum"], o["hyper_decay"])}
     return _owned(replace(parts, groups=groups), o, Sgd(o["embed_lr"], o["embed_momentum"], o["embed_decay"]))
@@ -358,7 +361,7 @@ def metavd(parts: Parts, o: Options) -> Parts:
 def dropout(parts: Parts, o: Options) -> Parts:
     """Fixed Gaussian dropout on the inputs of the linear layers while training."""
     layers = _named(parts.model, o["layers"], linear_layers(parts.model))
-    model = attach(parts.model, Noise(layers, "input", offset=objective.logit(o["rate"])))
+    model = attach(parts.model, InputLogAlpha(layers, offset=logit(o["rate"])))
     loss = objective.cross_entropy(model, 1)
     return replace(parts, model=model, inner=loss, outer=loss, predict=posterior_mean(model))
 
@@ -416,7 +419,7 @@ def _assemble(parts: Parts, o: Options, steps: Local, batches: Sampling) -> Algo
         emit=parts.emit,
         local=steps,
         server=parts.wrap(pulled),
-        personalize=local.sgd(parts.outer, lr=o["lr"], clip=o["clip"]) if parts.adapts else local.keep,
+        personalize=local.sgd(parts.personal(parts.outer), lr=o["lr"], clip=o["clip"]) if parts.adapts else local.keep,
         predict=parts.predict,
         serve=used.apply,
         admit=admit if parts.admit is None else parts.admit(used),
@@ -443,7 +446,9 @@ def reptile(parts: Parts, o: Options) -> Algorithm:
     return fedavg(replace(parts, adapts=True), o)
 
 
-_SPREADS = ("logvar", "logalpha")
+def _endings(parts: Parts) -> list[str]:
+    """Last words of the names of what travels for the posterior, which the inner step leaves alone."""
+    return [name.rpartition(".")[2] for name in _entries(parts)]
 
 
 def _meta_batches(o: Options) -> Sampling:
@@ -454,7 +459,7 @@ def maml(parts: Parts, o: Options) -> Algorithm:
     """Second-order meta-learning of a start from which one step adapts."""
     steps = local.maml(
         parts.inner, parts.outer, lr=o["lr"], outer_lr=o["outer_lr"], clip=o["clip"],
-        inner_clip=o["clip"] if parts.inner_clip else None, frozen=_SPREADS,
+        inner_clip=o["clip"] if parts.inner_clip else None, frozen=_endings(parts),
     )  # fmt: skip
     return _assemble(replace(parts, adapts=True), o, steps, _meta_batches(o))
 
@@ -463,7 +468,7 @@ def perfedavg(parts: Parts, o: Options) -> Algorithm:
     """MAML with a Hessian-vector product in place of second-order differentiation."""
     steps = local.hf_maml(
         parts.inner, parts.outer, lr=o["lr"], outer_lr=o["outer_lr"], clip=o["clip"], delta=o["delta"],
-        frozen=_SPREADS, product=o["product"], trust=o["trust"],
+        frozen=_endings(parts), product=o["product"], trust=o["trust"],
     )  # fmt: skip
     return _assemble(replace(parts, adapts=True), o, steps, _meta_batches(o))
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..ops import fused
 from ..core import rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
+from ..ops.precision import BF16, EXACT, PRECISIONS
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
@@ -101,7 +101,7 @@ _CHOICES = {
     "domains": DOMAINS,
     "model": MODELS,
     "backend": ("auto", "loop", "threads", "vmap"),
-    "precision": ("auto", *fused.PRECISIONS),
+    "precision": ("auto", *PRECISIONS),
     "dtype": ("float32", "float64"),
 }
 _RANGES: dict[str, tuple[float, float]] = {
@@ -199,7 +199,7 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
         values["backend"] = "vmap"
     if values["precision"] == "auto":
         short = values["device"] != "cpu" and values["dtype"] == "float32"
-        values["precision"] = fused.BF16 if short else fused.EXACT
+        values["precision"] = BF16 if short else EXACT
     preset = {key: value for key, value in defaults.items() if key in known and key not in _GENERIC}
     values["options"] = methods.resolve(experiment.method, preset | dict(experiment.options))
     checked = {key: value if key == "options" else _typed(key, value) for key, value in values.items()}
