@@ -64,7 +64,8 @@ def dark(state, name="server.hyper.3.bias", value=-3.0):
 # --- the preset ----------------------------------------------------------------------------------------------------
 
 PRESET = {
-    "clamp": "released", "floor": -8.5, "test_noise": "constant", "predict": "draws", "samples": 3, "average": "logits",
+    "clamp": "released", "floor": -8.5, "kl_epsilon": "variance", "test_beta": "last", "test_noise": "constant",
+    "predict": "draws", "samples": 3, "average": "logits",
     "spread_decay": 5e-4, "owned": "share", "owned_decay": "dense", "meta_batches": "independent",
     "product": "released", "saliency": "released", "dropped": "released", "temperature": 1.0, "distill_lr": 0.9,
 }  # fmt: skip
@@ -256,6 +257,56 @@ def test_vd_is_evaluated_with_its_own_spread(build):
     state.params[ENTRY] = state.params[ENTRY] + 2.0
     served = algorithm.serve(state.params, torch.tensor(0), state.round)
     assert_close(algorithm.noise.spread(served, "fc1"), torch.full((3, 6), -6.5).double())
+
+
+# --- KL and beta as released ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg+metavd", "reptile+vd", "maml+ensemblevd", "perfedavg+metavd"])
+def test_released_kl_has_its_epsilon_beside_the_variance(build, name):
+    """Closed form: the mean of 1/2 log(1 + theta^2 / (sigma^2 + 1e-13)) as released; ours adds it to theta^2."""
+    for options in ({"variant": "released"}, {}, {"kl_epsilon": "variance"}):
+        algorithm, state = build(name, **options)
+        sent = received(algorithm, state)
+        sent["fc1.weight"] = torch.linspace(-1e-6, 1e-6, 18).double().reshape(3, 6)
+        theta2, sigma2 = sent["fc1.weight"].square(), algorithm.noise.variance(sent, "fc1")
+        odds = theta2 / (sigma2 + 1e-13) if options else (theta2 + 1e-13) / sigma2
+        assert_close(algorithm.noise.kl(sent), 0.5 * torch.log1p(odds).mean(), rtol=1e-9, atol=0)
+    assert abs(odds.mean() / (theta2 / sigma2).mean() - 1) < 1e-3
+    assert (build(name)[0].noise.kl(sent) / algorithm.noise.kl(sent)) > 1.1
+
+
+@pytest.mark.parametrize("name", ["reptile+metavd", "maml+vd", "perfedavg+ensemblevd"])
+def test_released_evaluation_takes_the_last_rounds_beta(build, make_batch, name):
+    """After r rounds the last trained one was r - 1: its beta weighs the KL of a personalisation step, known or unseen.
+
+    Training itself, and our own evaluation, take the beta of the round they are in.
+    """
+    released, state = build(name, variant="released", beta_ramp=1.0)
+    ours, _ = build(name, variant="released", beta_ramp=1.0, test_beta="next")
+    at = {round: [make_batch(8, seed=i, round=round) for i in range(3)] for round in (0.0, 49.0, 50.0)}
+    known = released.serve(state.params, torch.tensor(1), state.round)
+    unseen = released.admit(state.params, state.round, [])
+    for own in (known, unseen):
+        found = released.personalize(own, at[50.0][:1])[0]
+        same(found, ours.personalize(own, at[49.0][:1])[0], atol=0)
+        assert not torch.equal(found[ENTRY], ours.personalize(own, at[50.0][:1])[0][ENTRY])
+        same(released.personalize(own, at[0.0][:1])[0], ours.personalize(own, at[0.0][:1])[0], atol=0)
+    sent = received(released, state)
+    same(released.local(sent, at[50.0])[0], ours.local(sent, at[50.0])[0], atol=0)
+
+
+def test_a_fitted_newcomer_takes_the_last_rounds_beta(build, make_batch):
+    """The fit of an unseen client's embedding is part of its personalisation."""
+    options = {"newcomer": "fit", "beta_ramp": 1.0, "test_noise": "own"}
+    last, state = build("reptile+metavd", test_beta="last", **options)
+    ours, _ = build("reptile+metavd", **options)
+    found, same_round, before = (
+        algorithm.admit(state.params, state.round, [make_batch(8, round=round)])[ENTRY]
+        for algorithm, round in ((last, 50.0), (ours, 50.0), (ours, 49.0))
+    )
+    assert torch.equal(found, before)
+    assert not torch.equal(found, same_round)
 
 
 # --- SNIP, PerFedAvg, FedBE, DP as released --------------------------------------------------------------------------

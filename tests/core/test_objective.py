@@ -98,6 +98,15 @@ def test_divergence_reads_the_round(params, make_batch):
     assert_close(twice, 2 * once)
 
 
+def test_a_round_earlier(params, make_batch):
+    """Schedules are asked for the round before, and for the first where there is none before."""
+    own = params | {"fc1.logvar": torch.zeros(3, 6).double()}
+    term = objective.divergence(NOISE, lambda round: 1.0 + round)
+    earlier = objective.a_round_earlier(term)
+    for now, before in ((7.0, 6.0), (1.0, 0.0), (0.0, 0.0)):
+        assert earlier(own, make_batch(round=now), own) == term(own, make_batch(round=before), own)
+
+
 def test_total_is_the_sum(net, params, make_batch):
     """Terms add up, and so do their gradients."""
     batch, anchor = make_batch(), {name: 0.9 * value for name, value in params.items()}

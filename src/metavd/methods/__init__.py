@@ -236,7 +236,7 @@ PFEDGP = (
 )
 
 RELEASED: dict[str, Value] = {
-    "clamp": "released", "floor": -8.5, "test_noise": "constant",
+    "clamp": "released", "floor": -8.5, "kl_epsilon": "variance", "test_beta": "last", "test_noise": "constant",
     "predict": "draws", "samples": 3, "average": "logits",
     "spread_decay": 5e-4, "owned": "share", "owned_decay": "dense", "meta_batches": "independent",
     "product": "released", "saliency": "released", "dropped": "released", "temperature": 1.0, "distill_lr": 0.9,

@@ -8,6 +8,7 @@ Shape letters: S draws, B rows, O units.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def by_draw(rows: Tensor, keys: Tensor) -> Tensor:
 def drawn(like: Tensor, keys: Tensor) -> Tensor:
     """Standard normals (S, B, ...) of each key, for rows (S or 1, B, ...)."""
     shape = like.shape[1:]
-    return hashing.normals(keys.reshape(-1), shape.numel(), like.dtype).reshape(len(keys), *shape)
+    # Not `shape.numel()`, which would fix the number of rows of an exported graph.
+    return hashing.normals(keys.reshape(-1), math.prod(shape), like.dtype).reshape(len(keys), *shape)
 
 
 def _kernels() -> Any:
