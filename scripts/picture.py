@@ -24,7 +24,6 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from metavd.core.variational import rates
 from metavd.engine.checkpoint import load_checkpoint
 from metavd.runs.run import prepare
 from metavd.runs.settings import Experiment
@@ -79,7 +78,7 @@ def learned_rates(store: Store) -> np.ndarray:
     with torch.no_grad():
         for client in range(setup.experiment.clients):
             received = setup.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
-            each.append(torch.cat([rate.flatten() for rate in rates(noise, received).values()]).numpy())
+            each.append(torch.cat([rate.flatten() for rate in noise.rates(received).values()]).numpy())
     return np.stack(each)
 
 

@@ -14,7 +14,7 @@ from statistics import mean, stdev
 
 from study import SETTING, Case, Changes, made_on, main
 
-from metavd.ops.fused import EXACT, PRECISIONS
+from metavd.ops.precision import EXACT, PRECISIONS
 
 METHODS = ("fedavg", "reptile+metavd")
 

@@ -172,8 +172,6 @@ def test_workers_end_at_once():
 # --- the law ---------------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(metavd.version.__file__).parent
-REWRITTEN = {"engine/stepped.py", "ops/fused.py"}
-"""Still lean by themselves; see issue 14."""
 LIBRARIES = {"torch", "np", "numpy", "triton", "safetensors", "click", "rich", "matplotlib", "optuna", "sklearn"}
 
 
@@ -183,11 +181,7 @@ def private(name: str) -> bool:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name != "compat.py" and path.parent.name != "flower" and str(path.relative_to(PACKAGE)) not in REWRITTEN
-    ],
+    [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compat.py" and path.parent.name != "flower"],
     ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_only_compat_leans_on_the_inside_of_a_library(path):

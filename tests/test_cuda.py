@@ -9,12 +9,12 @@ import torch
 import metavd
 from metavd import methods
 from metavd.core import rng
-from metavd.data.augment import crop_and_flip
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.rounds import rounds
 from metavd.engine.schedule import graph
 from metavd.engine.schedule.capture import captured
+from metavd.ops.images import crop_and_flip
 from metavd.runs.run import Experiment, prepare, rounds_of, server_update, start, transport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

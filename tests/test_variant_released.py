@@ -15,8 +15,8 @@ from metavd import methods, tree
 from metavd.core import aggregate, emit, local, objective, rng, server
 from metavd.core.model import attach, from_module, reset, xavier
 from metavd.core.optim import Groups, Sgd
+from metavd.core.posterior import InputLogAlpha, logit
 from metavd.core.types import NEW, Update
-from metavd.core.variational import Noise, kl, rates, spread, variance, without_gradient
 from metavd.errors import SpecError
 from metavd.models.cnn import cnn
 from metavd.models.mlp import mlp
@@ -69,7 +69,8 @@ def dark(state, name="server.hyper.3.bias", value=-3.0):
 # --- the preset ----------------------------------------------------------------------------------------------------
 
 PRESET = {
-    "clamp": "released", "floor": -8.5, "test_noise": "constant", "predict": "draws", "samples": 3, "average": "logits",
+    "clamp": "released", "floor": -8.5, "kl_epsilon": "variance", "test_beta": "last", "test_noise": "constant",
+    "predict": "draws", "samples": 3, "average": "logits",
     "spread_decay": 5e-4, "owned": "share", "owned_decay": "dense", "meta_batches": "independent",
     "product": "released", "saliency": "released", "dropped": "released", "temperature": 1.0, "distill_lr": 0.9,
 }  # fmt: skip
@@ -126,7 +127,7 @@ def test_dead_zone(build, make_batch, name):
         adapted, _ = algorithm.local(sent, batches)
         below = sent[ENTRY] + algorithm.noise.offset < -8.5
         assert 0.2 < below.double().mean() < 0.8
-        counted = without_gradient(algorithm.noise, sent[ENTRY])
+        counted = algorithm.noise.stuck("", sent[ENTRY])
         moved = adapted[ENTRY] != sent[ENTRY]
         if variant == "released":
             assert torch.equal(counted, below)
@@ -169,7 +170,7 @@ def test_lambda_ranges(build):
         sent = received(algorithm, state)
         value = sent[ENTRY] + algorithm.noise.offset
         assert (value.min().item(), value.max().item()) == pytest.approx((-17.0, 0.0), abs=1e-6)
-        used = spread(algorithm.noise, sent, "fc1")
+        used = algorithm.noise.spread(sent, "fc1")
         assert (used.min().item(), used.max().item()) == pytest.approx((floor, 0.0), abs=1e-6)
 
 
@@ -232,7 +233,7 @@ def test_released_evaluation_is_a_constant_and_three_draws(build, make_batch, na
     known = algorithm.serve(state.params, torch.tensor(1), state.round)
     unseen = algorithm.admit(state.params, state.round, [])
     for own in (known, unseen):
-        assert_close(spread(algorithm.noise, own, "fc1"), torch.full((3, 6), -8.5).double())
+        assert_close(algorithm.noise.spread(own, "fc1"), torch.full((3, 6), -8.5).double())
         assert torch.equal(own["fc1.weight"], state.params["fc1.weight"])
     model = attach(from_module(_module(), init=xavier), algorithm.noise)
     x, key = make_batch(6).x, rng.key(7)
@@ -261,7 +262,57 @@ def test_vd_is_evaluated_with_its_own_spread(build):
     algorithm, state = build("reptile+vd", variant="released")
     state.params[ENTRY] = state.params[ENTRY] + 2.0
     served = algorithm.serve(state.params, torch.tensor(0), state.round)
-    assert_close(spread(algorithm.noise, served, "fc1"), torch.full((3, 6), -6.5).double())
+    assert_close(algorithm.noise.spread(served, "fc1"), torch.full((3, 6), -6.5).double())
+
+
+# --- KL and beta as released ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg+metavd", "reptile+vd", "maml+ensemblevd", "perfedavg+metavd"])
+def test_released_kl_has_its_epsilon_beside_the_variance(build, name):
+    """Closed form: the mean of 1/2 log(1 + theta^2 / (sigma^2 + 1e-13)) as released; ours adds it to theta^2."""
+    for options in ({"variant": "released"}, {}, {"kl_epsilon": "variance"}):
+        algorithm, state = build(name, **options)
+        sent = received(algorithm, state)
+        sent["fc1.weight"] = torch.linspace(-1e-6, 1e-6, 18).double().reshape(3, 6)
+        theta2, sigma2 = sent["fc1.weight"].square(), algorithm.noise.variance(sent, "fc1")
+        odds = theta2 / (sigma2 + 1e-13) if options else (theta2 + 1e-13) / sigma2
+        assert_close(algorithm.noise.kl(sent), 0.5 * torch.log1p(odds).mean(), rtol=1e-9, atol=0)
+    assert abs(odds.mean() / (theta2 / sigma2).mean() - 1) < 1e-3
+    assert (build(name)[0].noise.kl(sent) / algorithm.noise.kl(sent)) > 1.1
+
+
+@pytest.mark.parametrize("name", ["reptile+metavd", "maml+vd", "perfedavg+ensemblevd"])
+def test_released_evaluation_takes_the_last_rounds_beta(build, make_batch, name):
+    """After r rounds the last trained one was r - 1: its beta weighs the KL of a personalisation step, known or unseen.
+
+    Training itself, and our own evaluation, take the beta of the round they are in.
+    """
+    released, state = build(name, variant="released", beta_ramp=1.0)
+    ours, _ = build(name, variant="released", beta_ramp=1.0, test_beta="next")
+    at = {round: [make_batch(8, seed=i, round=round) for i in range(3)] for round in (0.0, 49.0, 50.0)}
+    known = released.serve(state.params, torch.tensor(1), state.round)
+    unseen = released.admit(state.params, state.round, [])
+    for own in (known, unseen):
+        found = released.personalize(own, at[50.0][:1])[0]
+        same(found, ours.personalize(own, at[49.0][:1])[0], atol=0)
+        assert not torch.equal(found[ENTRY], ours.personalize(own, at[50.0][:1])[0][ENTRY])
+        same(released.personalize(own, at[0.0][:1])[0], ours.personalize(own, at[0.0][:1])[0], atol=0)
+    sent = received(released, state)
+    same(released.local(sent, at[50.0])[0], ours.local(sent, at[50.0])[0], atol=0)
+
+
+def test_a_fitted_newcomer_takes_the_last_rounds_beta(build, make_batch):
+    """The fit of an unseen client's embedding is part of its personalisation."""
+    options = {"newcomer": "fit", "beta_ramp": 1.0, "test_noise": "own"}
+    last, state = build("reptile+metavd", test_beta="last", **options)
+    ours, _ = build("reptile+metavd", **options)
+    found, same_round, before = (
+        algorithm.admit(state.params, state.round, [make_batch(8, round=round)])[ENTRY]
+        for algorithm, round in ((last, 50.0), (ours, 50.0), (ours, 49.0))
+    )
+    assert torch.equal(found, before)
+    assert not torch.equal(found, same_round)
 
 
 # --- SNIP, PerFedAvg, FedBE, +drop as released -----------------------------------------------------------------------
@@ -423,7 +474,7 @@ def test_per_input_on_the_papers_network(name):
     assert sum(sizes.values()) == 1_408
     if name == "reptile+metavd":
         assert state.params["server.hyper.3.bias"].shape == (1_408,)
-    assert algorithm.noise.kind == "input"
+    assert isinstance(algorithm.noise, InputLogAlpha)
 
 
 def test_per_input_leaves_the_models_own_start(build, net):
@@ -441,12 +492,12 @@ def test_rate(rate, options):
     algorithm = methods.algorithm("reptile+vd", model, setting, options | {"rate": rate})
     state = algorithm.server.init(rng.key(1))
     sent = received(algorithm, state)
-    found = torch.cat([value.flatten() for value in rates(algorithm.noise, sent).values()])
+    found = torch.cat([value.flatten() for value in algorithm.noise.rates(sent).values()])
     if options:
         assert_close(found, torch.full_like(found, rate), rtol=1e-6, atol=0)
         return
     theta = sent["fc1.weight"]
-    sigma2 = variance(algorithm.noise, sent, "fc1")
+    sigma2 = algorithm.noise.variance(sent, "fc1")
     assert (sigma2 / (sigma2 + theta.square().mean())).mean().item() == pytest.approx(rate, rel=0.05)
     # theta ~ U(+-b): median theta^2 = b^2/4 against the mean b^2/3, so the median odds are 4/3 of those asked for.
     odds = 4 / 3 * rate / (1 - rate)
@@ -455,11 +506,11 @@ def test_rate(rate, options):
 
 def test_rate_zero_is_the_papers_start(build):
     """A rate of 0 is log sigma^2 = -8.5; log alpha starts at a rate of 0.15."""
-    for options, wanted in (({}, -8.5), ({"spread": "logalpha"}, objective.logit(0.15)),
-                            ({"per": "input"}, objective.logit(0.15))):  # fmt: skip
+    for options, wanted in (({}, -8.5), ({"spread": "logalpha"}, logit(0.15)),
+                            ({"per": "input"}, logit(0.15))):  # fmt: skip
         for clamp in ("through", "released"):
             algorithm, state = build("reptile+vd", clamp=clamp, **options)
-            value = spread(algorithm.noise, received(algorithm, state), "fc1")
+            value = algorithm.noise.spread(received(algorithm, state), "fc1")
             assert_close(value, torch.full_like(value, wanted), rtol=1e-6, atol=0)
 
 
@@ -469,8 +520,8 @@ def test_spread_logalpha(build, make_batch):
     sent = received(algorithm, state)
     assert sent["fc1.logalpha"].shape == (3, 6)
     assert ENTRY not in sent
-    alpha = spread(algorithm.noise, sent, "fc1").exp()
-    assert_close(variance(algorithm.noise, sent, "fc1"), alpha * sent["fc1.weight"].square())
+    alpha = algorithm.noise.spread(sent, "fc1").exp()
+    assert_close(algorithm.noise.variance(sent, "fc1"), alpha * sent["fc1.weight"].square())
     adapted, _ = algorithm.local(sent, [make_batch(8, round=50.0)])
     assert (adapted["fc1.logalpha"] != sent["fc1.logalpha"]).all()
 
@@ -485,7 +536,7 @@ def test_kl_and_beta(build, make_batch, size):
     """kl=mean adds beta KL/K whatever n; kl=elbo adds beta KL/n, the negative ELBO a sample for beta = 1."""
     batch = make_batch(8, round=50.0, size=size)
     base, state = build("reptile+vd", beta=0.0)
-    total = kl(base.noise, received(base, state), mean=False)
+    total = base.noise.kl(received(base, state), mean=False)
     bare = loss_of(base, state, batch)
     for options, wanted in (
         ({"beta": 10.0}, 10.0 * total / 18), ({"beta": 3.0}, 3.0 * total / 18),
@@ -498,7 +549,7 @@ def test_kl_and_beta(build, make_batch, size):
 def test_beta_ramp(build, make_batch):
     """beta_ramp: the share of the rounds (here 100) in which beta rises; in round r the KL weighs ramp(r)."""
     base, state = build("reptile+vd", beta=0.0)
-    term = kl(base.noise, received(base, state))
+    term = base.noise.kl(received(base, state))
     for share in (0.0, 0.02, 0.5):
         algorithm, state = build("reptile+vd", beta_ramp=share)
         for round in (0.0, 1.0, 25.0, 60.0):
@@ -523,7 +574,7 @@ def test_floor_ceiling_and_max_rate(build):
     cases = [
         ({"floor": -10.0}, -10.0, 0.0), ({"ceiling": -4.0}, -17.0, -4.0),
         ({"clamp": "released", "floor": -9.0}, -9.0, 8.5),
-        ({"spread": "logalpha", "max_rate": 0.8, "floor": -5.0}, -5.0, objective.logit(0.8)),
+        ({"spread": "logalpha", "max_rate": 0.8, "floor": -5.0}, -5.0, logit(0.8)),
         ({"per": "input", "max_rate": 0.5}, -17.0, 0.0),
     ]  # fmt: skip
     for options, low, high in cases:
@@ -533,7 +584,7 @@ def test_floor_ceiling_and_max_rate(build):
         for value in (-100.0, 100.0):
             params = state.params | {entry: torch.full_like(state.params[entry], value)}
             sent = algorithm.emit.apply(params, torch.tensor(0), state.round)
-            ends.append(spread(algorithm.noise, sent, "fc1").unique().item())
+            ends.append(algorithm.noise.spread(sent, "fc1").unique().item())
             assert (sent[entry] + algorithm.noise.offset).unique().item() == pytest.approx(ends[-1], abs=1e-9)
         assert ends == pytest.approx([low, high], abs=1e-9)
 
@@ -550,9 +601,9 @@ def test_clamp(build):
     for clamp, wanted in (("through", 1.0), ("released", 0.0)):
         algorithm, state = build("reptile+vd", clamp=clamp)
         outside = {ENTRY: torch.full((3, 6), -30.0).double(), "fc1.weight": state.params["fc1.weight"]}
-        slope = torch.func.grad(lambda p, noise=algorithm.noise: spread(noise, p, "fc1").sum())(outside)[ENTRY]
+        slope = torch.func.grad(lambda p, noise=algorithm.noise: noise.spread(p, "fc1").sum())(outside)[ENTRY]
         assert_close(slope, torch.full((3, 6), wanted).double())
-        assert algorithm.noise.through == (clamp == "through")
+        assert algorithm.noise.clamp == clamp
 
 
 def test_layer_init(build, net):
@@ -624,7 +675,7 @@ def test_test_noise(build):
         if choice == "own":
             same(served, sent)
         else:
-            assert_close(spread(algorithm.noise, served, "fc1"), torch.full((3, 6), -8.5).double())
+            assert_close(algorithm.noise.spread(served, "fc1"), torch.full((3, 6), -8.5).double())
 
 
 # --- options: hypernetwork, groups, rows -----------------------------------------------------------------------------
@@ -714,7 +765,7 @@ def test_newcomer_fit_is_masked_too(build, make_batch):
     """+drop drops weights of unseen clients too, by the rates of the embedding that was found for them."""
     algorithm, state = build("reptile+metavd+drop", newcomer="fit", drop_from=0, threshold=0.02)
     admitted = algorithm.admit(state.params, state.round, [make_batch(8)])
-    assert torch.equal(admitted["fc1.mask"], (rates(algorithm.noise, admitted)["fc1"] <= 0.02).double())
+    assert torch.equal(admitted["fc1.mask"], (algorithm.noise.rates(admitted)["fc1"] <= 0.02).double())
 
 
 def test_newcomer_fit_goes_through_what_is_served(build, make_batch):
@@ -722,7 +773,7 @@ def test_newcomer_fit_goes_through_what_is_served(build, make_batch):
     batch = [make_batch(8)]
     algorithm, state = build("reptile+metavd", newcomer="fit", test_noise="constant")
     admitted = algorithm.admit(state.params, state.round, batch)
-    assert_close(spread(algorithm.noise, admitted, "fc1"), torch.full((3, 6), -8.5).double())
+    assert_close(algorithm.noise.spread(admitted, "fc1"), torch.full((3, 6), -8.5).double())
     algorithm, state = build("reptile+metavd+drop", newcomer="fit", dropped="released", drop_from=0, threshold=0.0)
     admitted = algorithm.admit(state.params, state.round, batch)
     assert torch.equal(admitted["fc1.weight"], state.params["fc1.weight"])
@@ -743,7 +794,7 @@ def test_constant_test_noise_keeps_the_mask(build):
     sent = received(algorithm, state)
     for used in (algorithm.serve(state.params, torch.tensor(0), state.round),
                  algorithm.admit(state.params, state.round, [])):  # fmt: skip
-        assert_close(spread(algorithm.noise, used, "fc1"), torch.full((3, 6), -8.5).double())
+        assert_close(algorithm.noise.spread(used, "fc1"), torch.full((3, 6), -8.5).double())
         assert used["fc1.mask"].mean() < 1
     assert torch.equal(algorithm.serve(state.params, torch.tensor(0), state.round)["fc1.mask"], sent["fc1.mask"])
 
@@ -757,7 +808,7 @@ def test_dropout(build, make_batch, rate):
     algorithm, state = build("fedavg+dropout", rate=rate)
     batch, sent = make_batch(8), received(algorithm, state)
     assert set(sent) == set(from_module(_module()).init(rng.key(0)))
-    noise = Noise(("fc0", "fc1", "fc2"), "input", offset=math.log(rate / (1 - rate)))
+    noise = InputLogAlpha(("fc0", "fc1", "fc2"), offset=math.log(rate / (1 - rate)))
     model = attach(from_module(_module()), noise)
     logits = model.apply(sent, batch.x, rng.split(batch.key, 1))[0]
     assert_close(loss_of(algorithm, state, batch), functional.cross_entropy(logits, batch.y))
@@ -788,7 +839,7 @@ def test_snip_options(build):
 def test_drop_options(build):
     """Options threshold and drop_from: which rates are dropped, and from which round on."""
     algorithm, state = build("reptile+metavd+drop", threshold=0.05, drop_from=7)
-    rate = rates(algorithm.noise, received(algorithm, state))["fc1"]
+    rate = algorithm.noise.rates(received(algorithm, state))["fc1"]
     for round, wanted in ((6.0, torch.ones(3, 6).double()), (7.0, (rate <= 0.05).double())):
         sent = algorithm.emit.apply(state.params, torch.tensor(0), torch.tensor(round).double())
         assert torch.equal(sent["fc1.mask"], wanted)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from metavd.core import aggregate
-from metavd.core.variational import Noise
+from metavd.core.posterior import InputLogAlpha, LogAlpha, LogVariance
 
-NOISE = Noise(("fc",), offset=0.0, low=-60.0, high=60.0)
+NOISE = LogVariance(("fc",), offset=0.0, low=-60.0, high=60.0)
 C = 3
 
 
@@ -135,10 +135,10 @@ def test_relative_spreads_vote_by_alpha(shape):
     alphas = params.pop("fc.logvar")
     votes = weight.reshape(-1, *[1] * len(shape)) * (-alphas).exp()
     wanted = (votes * params["fc.weight"]).sum(0) / votes.sum(0)
-    noise = Noise(("fc",), "logalpha", offset=0.0)
+    noise = LogAlpha(("fc",), offset=0.0)
     assert_close(consensus(params | {"fc.logalpha": alphas}, weight, noise), wanted, rtol=1e-8, atol=1e-8)
     units = alphas[(slice(None), 0, slice(None), *[0] * (len(shape) - 2))]
-    noise = Noise(("fc",), "input", offset=0.0)
+    noise = InputLogAlpha(("fc",), offset=0.0)
     votes = (weight[:, None] * (-units).exp()).reshape(C, 1, 5, *[1] * (len(shape) - 2))
     wanted = (votes * params["fc.weight"]).sum(0) / votes.sum(0)
     found = consensus(params | {"fc.logalpha": units}, weight, noise)
@@ -154,5 +154,5 @@ def test_spreads_vote_after_the_clamp():
     """Precision is that of the clamped log-variance: below the floor all clients are equally sure."""
     params, weight = answers()
     params["fc.logvar"] = -20.0 - torch.rand(C, 4, 5).double()
-    noise = Noise(("fc",), offset=0.0, low=-8.5, high=8.5, through=False)
+    noise = LogVariance(("fc",), offset=0.0, low=-8.5, high=8.5, clamp="released")
     assert_close(consensus(params, weight, noise), mean(params, weight), rtol=0, atol=1e-9)

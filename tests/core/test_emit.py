@@ -11,13 +11,13 @@ from torch.testing import assert_close
 
 from metavd.core import emit, objective, rng
 from metavd.core.model import attach, from_module, xavier
+from metavd.core.posterior import InputLogAlpha, LogAlpha, LogVariance
 from metavd.core.types import NEW
-from metavd.core.variational import Noise, log_alpha, rates, without_gradient
 from metavd.models.cnn import cnn
 from metavd.models.small_cnn import small_cnn
 
-NOISE = Noise(("fc1",), offset=-8.5, low=-17.0, high=0.0)
-RELEASED = Noise(("fc1",), offset=0.0, start=-8.5, low=-8.5, high=8.5, through=False)
+NOISE = LogVariance(("fc1",), offset=-8.5, low=-17.0, high=0.0)
+RELEASED = LogVariance(("fc1",), offset=0.0, first=-8.5, low=-8.5, high=8.5, clamp="released")
 ROUND = torch.zeros(()).double()
 N = 4
 
@@ -101,7 +101,7 @@ def test_what_is_sent_is_clamped_already(net, owned):
 
 def test_one_per_client(net):
     """Each client has rows of its own under "server.client."; an unseen client gets their mean."""
-    noise = Noise(("fc1", "fc2"), offset=-8.5, high=0.0)
+    noise = LogVariance(("fc1", "fc2"), offset=-8.5, high=0.0)
     emits = emit.one_per_client(emit.shared(net), net, noise, N)
     params = emits.init(rng.key(0))
     name = "server.client.fc1.logvar"
@@ -146,7 +146,7 @@ def test_meta_is_its_hypernetwork(net, depth):
 
 def test_meta_splits_its_output_by_layer(net):
     """With several layers the output is cut in their order, each piece in its layer's shape, logalpha a unit too."""
-    noise = Noise(("fc2", "fc0"), "input", offset=-1.0)
+    noise = InputLogAlpha(("fc2", "fc0"), offset=-1.0)
     emits = make_meta(net, noise)
     params = emits.init(rng.key(0))
     received = emits.apply(params, client(1), ROUND)
@@ -197,7 +197,7 @@ def test_meta_starts_near_minus_eight_and_a_half():
         sent = emits.apply(params, client(0), ROUND.float())["fc1.logvar"]
         assert (sent + noise.offset).mean().item() == pytest.approx(-8.5, abs=0.005)
         assert 0.005 < sent.std().item() < 0.05
-        shares.append(without_gradient(noise, sent).double().mean().item())
+        shares.append(noise.stuck("", sent).double().mean().item())
     assert shares[0] == 0.0
     assert shares[1] == pytest.approx(0.5, abs=0.05)
 
@@ -249,7 +249,7 @@ def test_constant(net, noise):
 @pytest.fixture
 def graded(net):
     """One spread for all, whose dropout rates are spread over (0, 1)."""
-    noise = Noise(("fc1",), "logalpha", offset=0.0)
+    noise = LogAlpha(("fc1",), offset=0.0)
     emits = emit.one_for_all(emit.shared(net), net, noise)
     params = emits.init(rng.key(0))
     params["fc1.logalpha"] = torch.linspace(-4.0, 4.0, 18).double().reshape(3, 6)
@@ -293,7 +293,7 @@ def test_dropping_as_released_sends_zeros(graded):
 
 def test_dropping_whole_units(net):
     """With one rate an input unit, the mask has one entry a unit."""
-    noise = Noise(("fc1",), "input", offset=0.0)
+    noise = InputLogAlpha(("fc1",), offset=0.0)
     base = emit.one_for_all(emit.shared(net), net, noise)
     params = base.init(rng.key(0)) | {"fc1.logalpha": torch.linspace(-3.0, 3.0, 6).double()}
     received = emit.dropping(base, noise, threshold=0.5, start=0).apply(params, client(0), ROUND)
@@ -306,7 +306,7 @@ def test_dropping_whole_units(net):
 def test_dropping_whole_channels_as_released():
     """With one rate an input channel of a convolution, released sends zeros in that channel's kernels."""
     model = from_module(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double())
-    noise = Noise(("0",), "input", offset=0.0)
+    noise = InputLogAlpha(("0",), offset=0.0)
     base = emit.one_for_all(emit.shared(model), model, noise)
     params = base.init(rng.key(0)) | {"0.logalpha": torch.tensor([-1.0, 1.0, -1.0]).double()}
     sent = emit.dropping(base, noise, threshold=0.5, start=0, released=True).apply(params, client(0), ROUND)["0.weight"]
@@ -361,7 +361,7 @@ def test_zeroed_and_kept(net):
 @pytest.fixture
 def fit(net, make_batch):
     """A hypernetwork whose spreads matter, the objective, and a batch to fit."""
-    noise = Noise(("fc1",), offset=-1.0, low=-17.0, high=8.5)
+    noise = LogVariance(("fc1",), offset=-1.0, low=-17.0, high=8.5)
     emits = make_meta(net, noise)
     loss = objective.total(
         objective.cross_entropy(attach(net, noise), 3), objective.divergence(noise, lambda round: 3.0 + 0.0 * round)
@@ -420,8 +420,8 @@ def test_fitted_without_data_is_the_mean_embedding(fit):
 def test_rates_read_what_was_sent():
     """Diagnostics: the rates of what a client received follow its lambda and the weights."""
     model = from_module(small_cnn((1, 4, 4), 3, width=2).double(), init=xavier)
-    emits = emit.one_for_all(emit.shared(model), model, Noise(("conv1",), offset=-8.5))
+    emits = emit.one_for_all(emit.shared(model), model, LogVariance(("conv1",), offset=-8.5))
     received = emits.apply(emits.init(rng.key(0)), client(0), ROUND)
-    noise = Noise(("conv1",))
-    assert_close(rates(noise, received)["conv1"], torch.sigmoid(log_alpha(noise, received, "conv1")))
-    assert rates(noise, received)["conv1"].shape == (2, 1, 3, 3)
+    noise = LogVariance(("conv1",))
+    assert_close(noise.rates(received)["conv1"], torch.sigmoid(noise.log_alpha(received, "conv1")))
+    assert noise.rates(received)["conv1"].shape == (2, 1, 3, 3)

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from metavd import tree
 from metavd.core import local, objective, rng
 from metavd.core.model import attach, from_module, xavier
+from metavd.core.posterior import LogVariance
 from metavd.core.types import Batch, Local, Move
-from metavd.core.variational import Noise
 
 A = torch.tensor([[2.0, 0.3], [0.3, 0.5]], dtype=torch.float64)
 BEST = torch.tensor([1.0, -2.0], dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_proximal_on_a_quadratic_stops_between(steps):
 
 def variational(net):
     """A noisy objective with a KL, and what a client receives for it."""
-    noise = Noise(("fc1",), offset=-3.0)
+    noise = LogVariance(("fc1",), offset=-3.0)
     model = attach(net, noise)
     loss = objective.cross_entropy(model, 2)
     both = objective.total(loss, objective.divergence(noise, torch.ones_like))

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from metavd.core import emit, rng
 from metavd.core.model import attach, from_module, headless, reset, xavier
-from metavd.core.variational import Noise, variance
+from metavd.core.posterior import POSTERIORS, InputLogAlpha, LogVariance
 from metavd.models.cnn import cnn
 from metavd.models.mlp import mlp
 from metavd.models.small_cnn import small_cnn
@@ -164,7 +164,7 @@ def test_the_released_width():
 def test_the_papers_hypernetwork():
     """N = 100, K = 32,768: 6,672,168 parameters and 100 embeddings of 26, here as released; d = 26, 41, 51 by N."""
     model = from_module(cnn((3, 32, 32), 10))
-    params = emit.meta(emit.shared(model), model, Noise(("fc1",)), 100).init(rng.key(0))
+    params = emit.meta(emit.shared(model), model, LogVariance(("fc1",)), 100).init(rng.key(0))
     hyper = {name: value for name, value in params.items() if name.startswith("server.hyper.")}
     assert count(hyper) == 6_672_168
     assert sum(name.endswith("weight") for name in hyper) == 4
@@ -212,7 +212,7 @@ SPREAD = torch.tensor([[-1.0, 0.5, -2.0], [0.0, -0.5, 1.0]], dtype=torch.float64
 def test_moments_of_a_noisy_linear_layer(dense, kind):
     """E = x theta^T + b, Var = x^2 (sigma^2)^T; rows and units are independent, equal rows included."""
     model, params, x = dense
-    noise = Noise(("fc",), kind, offset=-1.0)
+    noise = POSTERIORS[kind](("fc",), offset=-1.0)
     params = params | {noise.entry("fc"): SPREAD}
     found = moments(attach(model, noise), params, x)
     theta, sigma2 = params["fc.weight"], (SPREAD - 1.0).exp()
@@ -225,7 +225,7 @@ def test_moments_of_a_noisy_linear_layer(dense, kind):
 def test_moments_of_a_linear_layer_with_noise_a_unit(dense):
     """Inputs times 1 + sqrt(alpha_j) eps: Var = sum_j alpha_j x_j^2 theta_ij^2, and units covary accordingly."""
     model, params, x = dense
-    noise = Noise(("fc",), "input", offset=-1.0)
+    noise = InputLogAlpha(("fc",), offset=-1.0)
     alpha = torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)
     params = params | {"fc.logalpha": alpha.log() + 1.0}
     found = moments(attach(model, noise), params, x)
@@ -255,7 +255,7 @@ def convolve(x, weight, bias=None):
 def test_moments_of_a_noisy_convolution(image, kind):
     """E = conv(x, theta) + b, Var = conv(x^2, sigma^2), at every pixel; pixels are independent."""
     model, params, x = image
-    noise = Noise(("conv",), kind, offset=-1.0)
+    noise = POSTERIORS[kind](("conv",), offset=-1.0)
     stored = torch.linspace(-1.0, 1.0, 54, dtype=torch.float64).reshape(3, 2, 3, 3)
     params = params | {noise.entry("conv"): stored}
     sigma2 = (stored - 1.0).exp()
@@ -270,7 +270,7 @@ def test_moments_of_a_convolution_with_noise_a_channel(image):
     model, params, x = image
     alpha = torch.tensor([0.3, 1.5], dtype=torch.float64)
     params = params | {"conv.logalpha": alpha.log()}
-    found = moments(attach(model, Noise(("conv",), "input", offset=0.0)), params, x)
+    found = moments(attach(model, InputLogAlpha(("conv",), offset=0.0)), params, x)
     scaled = alpha[:, None, None] * x.square()
     wanted = convolve(scaled, params["conv.weight"].square())
     check(found, convolve(x, params["conv.weight"], params["conv.bias"]), wanted)
@@ -283,7 +283,7 @@ def test_moments_of_a_grouped_convolution_with_noise_a_channel():
     params, x = model.init(rng.key(0)), torch.randn(1, 4, 3, 3, dtype=torch.float64)
     alpha = torch.tensor([0.3, 1.5], dtype=torch.float64)
     params = params | {"conv.logalpha": alpha.log()}
-    found = moments(attach(model, Noise(("conv",), "input", offset=0.0)), params, x)
+    found = moments(attach(model, InputLogAlpha(("conv",), offset=0.0)), params, x)
     scaled = alpha.repeat(2)[:, None, None] * x.square()
     wanted = functional.conv2d(scaled, params["conv.weight"].square(), groups=2).flatten(1)
     check(found, functional.conv2d(x, params["conv.weight"], params["conv.bias"], groups=2).flatten(1), wanted)
@@ -292,7 +292,7 @@ def test_moments_of_a_grouped_convolution_with_noise_a_channel():
 def test_noise_vanishes_with_the_variance(dense):
     """At a variance of 0 the output is the mean, up to the 1e-10 under the root."""
     model, params, x = dense
-    noise = Noise(("fc",), offset=0.0, low=-200.0)
+    noise = LogVariance(("fc",), offset=0.0, low=-200.0)
     params = params | {"fc.logvar": torch.full((2, 3), -200.0).double()}
     noisy = attach(model, noise).apply(params, x, rng.split(rng.key(0), 3))
     assert_close(noisy, model.apply(params, x, None).expand(3, 3, 2), rtol=0, atol=1e-4)
@@ -302,7 +302,7 @@ def test_rows_that_follow_change_no_draw(dense):
     """A row's noise depends on its place and the key alone, not on how many rows come after it."""
     model, params, x = dense
     for kind in ("logvar", "input"):
-        noisy = attach(model, Noise(("fc",), kind))
+        noisy = attach(model, POSTERIORS[kind](("fc",)))
         keys = rng.split(rng.key(5), 4)
         padded = torch.cat([x, torch.full((2, 3), 9.0).double()])
         assert_close(noisy.apply(params, padded, keys)[:, :3], noisy.apply(params, x, keys), rtol=0, atol=1e-14)
@@ -315,7 +315,7 @@ def test_rows_that_follow_change_no_draw(dense):
 def test_draws_are_single_draws(built, kind):
     """S draws at once are S calls with one key each: what is shared before the first noisy layer changes nothing."""
     _, model, params, x = built
-    noisy = attach(model, Noise(model.variational, kind, offset=-1.0))
+    noisy = attach(model, POSTERIORS[kind](model.variational, offset=-1.0))
     keys = rng.split(rng.key(2), 3)
     alone = torch.cat([noisy.apply(params, x, keys[i : i + 1]) for i in range(3)])
     assert alone.shape == (3, 5, 3)
@@ -333,13 +333,13 @@ def test_mean_is_the_module(built):
         wanted = other(x)[None]
     assert_close(model.apply(params, x, None), wanted, rtol=0, atol=1e-12)
     assert_close(model.apply(params, x, rng.split(rng.key(0), 2)), wanted, rtol=0, atol=1e-12)
-    assert_close(attach(model, Noise(model.variational)).apply(params, x, None), wanted, rtol=0, atol=1e-12)
+    assert_close(attach(model, LogVariance(model.variational)).apply(params, x, None), wanted, rtol=0, atol=1e-12)
 
 
 def test_clients_differ(built):
     """Under vmap over clients' parameters and keys each client gets the answer that it gets alone, without warnings."""
     _, model, params, x = built
-    noisy = attach(model, Noise(model.variational, offset=-2.0))
+    noisy = attach(model, LogVariance(model.variational, offset=-2.0))
     both = {name: torch.stack([value, 1.1 * value]) for name, value in params.items()}
     keys = rng.split(rng.split(rng.key(0), 2), 3)
     together = vmap(noisy.apply, (0, None, 0), randomness="error")(both, x, keys)
@@ -350,7 +350,7 @@ def test_clients_differ(built):
 def test_every_parameter_is_heard(built):
     """Each entry of the parameters moves the answer of several draws; none falls back on the module's own value."""
     _, model, params, x = built
-    noisy = attach(model, Noise(model.variational, offset=-2.0))
+    noisy = attach(model, LogVariance(model.variational, offset=-2.0))
     keys = rng.split(rng.key(0), 2)
     slopes = grad(lambda p: noisy.apply(p, x, keys).square().sum())(params)
     assert all(slope.abs().max() > 0 for slope in slopes.values())
@@ -360,7 +360,7 @@ def test_a_missing_entry_is_an_error(net):
     """A client's parameters must be whole: the module's own values never fill in for what did not arrive."""
     params = net.init(rng.key(0))
     params.pop("fc0.bias")
-    for model in (net, attach(net, Noise(("fc1",)))):
+    for model in (net, attach(net, LogVariance(("fc1",)))):
         for keys in (None, rng.split(rng.key(0), 1), rng.split(rng.key(0), 2)):
             with pytest.raises((KeyError, ValueError), match=r"fc0\.bias"):
                 model.apply(params, torch.ones(2, 4).double(), keys)
@@ -371,7 +371,7 @@ def test_layers_and_keys_draw_apart():
     module = sequence(a=nn.Linear(3, 3, bias=False), b=nn.Linear(3, 3, bias=False)).double()
     model = from_module(module)
     params = {name: torch.zeros(3, 3).double() for name in ("a.weight", "b.weight")}
-    first, second = (attach(model, Noise(layers, offset=0.0)) for layers in (("a",), ("a", "b")))
+    first, second = (attach(model, LogVariance(layers, offset=0.0)) for layers in (("a",), ("a", "b")))
     x = torch.ones(50, 3).double()
     keys = rng.split(rng.key(0), 2)
     params["b.weight"] = torch.eye(3).double()
@@ -387,7 +387,7 @@ def test_layers_and_keys_draw_apart():
 def test_noise_differentiates_twice(dense):
     """Second-order gradients pass through the noisy layer: the Hessian by weights and spreads matches differences."""
     model, params, x = dense
-    noisy = attach(model, Noise(("fc",), offset=-1.0))
+    noisy = attach(model, LogVariance(("fc",), offset=-1.0))
     keys = rng.split(rng.key(0), 2)
     start = torch.cat([params["fc.weight"].flatten(), SPREAD.flatten()])
 
@@ -411,11 +411,11 @@ def test_masked_weights_are_irrelevant(layer, kind):
     """Garbage in masked weights and spreads changes no answer and no gradient, and gets a zero gradient itself."""
     torch.manual_seed(0)
     model = from_module(image_net().double(), (layer,))
-    noise = Noise((layer,), kind, offset=-2.0)
+    noise = POSTERIORS[kind]((layer,), offset=-2.0)
     noisy = attach(model, noise)
     params = model.init(rng.key(0))
     weight, entry = params[f"{layer}.weight"], noise.entry(layer)
-    params[entry] = torch.full(noise.shape(weight.shape), 0.3).double()
+    params[entry] = torch.full(*noise.entries(layer, weight.shape).values(), 0.3).double()
     shape = params[entry].shape
     mask = (rng.uniform(rng.key(1), shape) > 0.5).double()
     wide = mask.reshape(1, -1, *[1] * (weight.dim() - 2)).expand(weight.shape) if kind == "input" else mask
@@ -444,11 +444,11 @@ def test_a_mask_is_a_zero(dense):
     """A masked weight is a zero weight without noise: E and Var lose its term."""
     model, params, x = dense
     mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]).double()
-    noise = Noise(("fc",), offset=-1.0)
+    noise = LogVariance(("fc",), offset=-1.0)
     params = params | {"fc.logvar": SPREAD, "fc.mask": mask}
     theta = params["fc.weight"] * mask
     found = moments(attach(model, noise), params, x)
-    sigma2 = variance(noise, params, "fc") * mask
+    sigma2 = noise.variance(params, "fc") * mask
     sigma2 = x.square() @ sigma2.T
     check(found, x @ theta.T + params["fc.bias"], sigma2)
     assert_close(model.apply(params, x, None)[0], x @ theta.T + params["fc.bias"])
@@ -600,7 +600,7 @@ def test_unknown_layers_are_named():
 def test_a_lone_layer_is_a_network():
     """Logistic regression, given as a bare nn.Linear, can carry a posterior."""
     model = from_module(nn.Linear(4, 3).double())
-    noisy = attach(model, Noise(model.variational))
+    noisy = attach(model, LogVariance(model.variational))
     assert noisy.apply(model.init(rng.key(0)), torch.ones(2, 4).double(), rng.split(rng.key(0), 2)).shape == (2, 2, 3)
 
 

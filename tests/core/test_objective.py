@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from metavd.core import objective, rng
 from metavd.core.model import attach
-from metavd.core.variational import Noise, rates
+from metavd.core.posterior import LogAlpha, LogVariance
 
-NOISE = Noise(("fc1",), offset=-2.0)
+NOISE = LogVariance(("fc1",), offset=-2.0)
 
 
 @pytest.fixture
@@ -23,18 +23,6 @@ def params(net):
 
 
 # --- cross-entropy -------------------------------------------------------------------------------------------------
-
-
-def test_mean_cross_entropy():
-    """Closed form: the mean over the real rows of -log softmax at the label; 0 where there is no row."""
-    logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0], [5.0, 5.0, 5.0]], dtype=torch.float64)
-    y = torch.tensor([0, 2, 1])
-    rows = functional.cross_entropy(logits, y, reduction="none")
-    for mask in (None, [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]):
-        real = None if mask is None else torch.tensor(mask, dtype=torch.float64)
-        expected = rows.mean() if real is None else (rows * real).sum() / real.sum()
-        torch.testing.assert_close(objective.mean_cross_entropy(logits[None], y, real), expected)
-    assert objective.mean_cross_entropy(logits[None], y, torch.zeros(3, dtype=torch.float64)) == 0.0
 
 
 def test_cross_entropy_is_the_mean_over_real_rows(net, params, make_batch):
@@ -83,18 +71,18 @@ def test_proximal(params, make_batch):
 
 def test_divergence_as_mean(params, make_batch):
     """Adds beta x the mean of log(2)/2 at alpha = 1, whatever the client's size; its slope is -beta (1 - p)/(2K)."""
-    noise = Noise(("fc1",), "logalpha", offset=0.0)
+    noise = LogAlpha(("fc1",), offset=0.0)
     own = params | {"fc1.logalpha": torch.zeros(3, 6).double()}
     term = objective.divergence(noise, lambda round: 7.0 * torch.ones_like(round))
     for size in (1.0, 400.0):
         assert term(own, make_batch(size=size), own).item() == pytest.approx(3.5 * math.log(2.0))
     slope = grad(term)(own, make_batch(), own)["fc1.logalpha"]
-    assert_close(slope, -7.0 * (1 - rates(noise, own)["fc1"]) / (2 * 18), rtol=1e-12, atol=0)
+    assert_close(slope, -7.0 * (1 - noise.rates(own)["fc1"]) / (2 * 18), rtol=1e-12, atol=0)
 
 
 def test_divergence_as_elbo(params, make_batch):
     """Adds beta x sum KL / n: with beta = 1, CE + KL is the negative ELBO a sample; n is at least one."""
-    noise = Noise(("fc1",), "logalpha", offset=0.0)
+    noise = LogAlpha(("fc1",), offset=0.0)
     own = params | {"fc1.logalpha": torch.zeros(3, 6).double()}
     term = objective.divergence(noise, torch.ones_like, "elbo")
     for size, wanted in ((1.0, 1.0), (40.0, 40.0), (0.0, 1.0)):
@@ -108,6 +96,15 @@ def test_divergence_reads_the_round(params, make_batch):
     assert term(own, make_batch(round=0.0), own) == 0
     once, twice = (term(own, make_batch(round=float(r)), own) for r in (1, 2))
     assert_close(twice, 2 * once)
+
+
+def test_a_round_earlier(params, make_batch):
+    """Schedules are asked for the round before, and for the first where there is none before."""
+    own = params | {"fc1.logvar": torch.zeros(3, 6).double()}
+    term = objective.divergence(NOISE, lambda round: 1.0 + round)
+    earlier = objective.a_round_earlier(term)
+    for now, before in ((7.0, 6.0), (1.0, 0.0), (0.0, 0.0)):
+        assert earlier(own, make_batch(round=now), own) == term(own, make_batch(round=before), own)
 
 
 def test_total_is_the_sum(net, params, make_batch):
@@ -150,9 +147,3 @@ def test_ramp_scales_and_can_be_off():
         last = torch.tensor(float(round(rounds * share)))
         assert objective.ramp(1.0, rounds, share)(last) < 1.0
         assert objective.ramp(1.0, rounds, share)(last + 1) == 1.0
-
-
-@pytest.mark.parametrize("p", [0.001, 0.2, 0.5, 0.9])
-def test_logit_is_the_log_alpha_of_a_rate(p):
-    """sigmoid(logit(p)) = p."""
-    assert torch.sigmoid(torch.tensor(objective.logit(p)).double()).item() == pytest.approx(p, rel=1e-6)

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 from metavd.core import rng
 from metavd.core.model import attach
+from metavd.core.posterior import LogVariance
 from metavd.core.predict import mutual_information, posterior_draws, posterior_mean
-from metavd.core.variational import Noise
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 KEY = rng.key(3)
@@ -23,7 +23,7 @@ KEY = rng.key(3)
 @pytest.fixture
 def own(net):
     """A noisy model and parameters with a visible spread."""
-    return attach(net, Noise(("fc1",), offset=0.0, low=-100.0)), net.init(rng.key(0)) | {
+    return attach(net, LogVariance(("fc1",), offset=0.0, low=-100.0)), net.init(rng.key(0)) | {
         "fc1.logvar": torch.zeros(3, 6).double()
     }
 

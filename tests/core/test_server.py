@@ -12,11 +12,11 @@ from torch.testing import assert_close
 from metavd import tree
 from metavd.core import aggregate, emit, rng, server
 from metavd.core.optim import Groups, Sgd
+from metavd.core.posterior import LogVariance
 from metavd.core.server import Distillation
 from metavd.core.types import ServerState, Update
-from metavd.core.variational import Noise
 
-NOISE = Noise(("fc1",), offset=-8.5, high=0.0)
+NOISE = LogVariance(("fc1",), offset=-8.5, high=0.0)
 N = 5
 COHORT = torch.tensor([3, 0, 4])
 SIZES = torch.tensor([10.0, 50.0, 40.0]).double()

@@ -12,7 +12,7 @@ from torch.func import vmap
 
 pytest.importorskip("triton")
 
-from metavd.ops import fused, kernels, step
+from metavd.ops import device, step, step_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 C = 2
@@ -21,9 +21,9 @@ C = 2
 @pytest.fixture(params=["reference", "kernel"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both implementations; small blocks, so that a test has several of them and edges within."""
-    monkeypatch.setattr(kernels, "_BLOCK", 256)
+    monkeypatch.setattr(step_kernels, "_BLOCK", 256)
     monkeypatch.setattr(step, "_descendable", lambda _: request.param == "kernel")
-    monkeypatch.setattr(fused, "ready", lambda: request.param == "kernel")
+    monkeypatch.setattr(device, "has_kernels", lambda *_: request.param == "kernel")
     return str(request.param)
 
 
@@ -81,6 +81,6 @@ def test_what_a_number_on_the_device_points_to() -> None:
     """Parity with indexing, for tensors of several types and sizes."""
     values = [normal(4, 300), torch.arange(4 * 7, device=DEVICE).reshape(4, 7), normal(4, 2, 1)]
     for number in range(4):
-        for found in (kernels.pull, step.nth):
+        for found in (step_kernels.pull, step.nth):
             taken = found(values, torch.tensor([number], device=DEVICE))
             assert all(torch.equal(one, value[number]) for one, value in zip(taken, values, strict=True))

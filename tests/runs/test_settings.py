@@ -117,7 +117,7 @@ def test_choices_are_the_modules_own() -> None:
     """Words that are only known where they are used: every one is taken."""
     from metavd.data.partition import TEST_ROWS
     from metavd.models import names
-    from metavd.ops.fused import PRECISIONS
+    from metavd.ops.precision import PRECISIONS
 
     for setting, words in (
         ("test_rows", TEST_ROWS),

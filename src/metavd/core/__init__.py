@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from . import model as model
     from . import objective as objective
     from . import optim as optim
+    from . import posterior as posterior
     from . import predict as predict
     from . import rng as rng
     from . import server as server
     from . import types as types
-    from . import variational as variational
 
 if not TYPE_CHECKING:  # a type checker would take any name for a module
 

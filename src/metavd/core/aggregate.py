@@ -1,4 +1,4 @@
-"""Where each client's answer should pull the server: targets, one a client.
+"""Where each client's answer should pull the server: targets, one per client.
 
 Shape letters: C clients.
 """
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..tree import Params
+from .posterior import Posterior, per_weight
 from .types import Aggregate
-from .variational import Noise, per_weight, spread
 
 _EPS = 1e-10
-"""Added to variances and to the sum of precisions, as in the released code."""
+"""Added to the sum of precisions, as in the released code."""
 
 
 def mean(params: Params, weight: Tensor) -> Params:  # noqa: ARG001
@@ -21,7 +21,7 @@ def mean(params: Params, weight: Tensor) -> Params:  # noqa: ARG001
     return params
 
 
-def precision(noise: Noise) -> Aggregate:
+def precision(posterior: Posterior) -> Aggregate:
     """Consensus mean of the variational layers, weighted by each client's precision.
 
         mu = sum_i w_i m_i s_i^-2 mu_i / sum_i w_i m_i s_i^-2        (MetaVD, eq. 5 without its stray 1/M)
@@ -34,12 +34,11 @@ def precision(noise: Noise) -> Aggregate:
 
     def aggregate(params: Params, weight: Tensor) -> Params:
         targets = dict(params)
-        for layer in noise.layers:
+        for layer in posterior.layers:
             name = f"{layer}.weight"
             answers = params[name]
-            variances = torch.func.vmap(lambda own, layer=layer: spread(noise, own, layer).exp())(params)
-            variances = torch.func.vmap(per_weight)(variances, answers)
-            votes = weight.reshape(-1, *[1] * (answers.dim() - 1)) / (variances + _EPS)
+            share = weight.reshape(-1, *[1] * (answers.dim() - 1))
+            votes = torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, share)
             mask = params.get(f"{layer}.mask")
             if mask is None:
                 consensus = (votes * answers).sum(0) / (votes.sum(0) + _EPS)

@@ -1,14 +1,13 @@
 """What clients receive. Each builder adds entries to what another one emits.
 
-Names that start with "server." stay on the server; those that start with "server.client." have one row a
+Names that start with "server." stay on the server; those that start with "server.client." have one row per
 participating client (N rows), and belong to that client alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -16,11 +15,12 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn import functional
 
+from ..ops.posterior import clamp
 from ..tree import Params
 from . import rng
 from .model import xavier
+from .posterior import Posterior, per_weight
 from .types import Admit, Batch, Emit, Model, Objective
-from .variational import Noise, clamp, per_weight, rates
 
 SERVER = "server."
 OWNED = "server.client."
@@ -41,42 +41,51 @@ def row(table: Tensor, client: Tensor) -> Tensor:
     return torch.where(client < 0, table.mean(0), table[client.clamp(min=0)])
 
 
-def _bounded(noise: Noise, stored: Tensor) -> Tensor:
-    return clamp(stored, noise.low - noise.offset, noise.high - noise.offset, through=noise.through)
+def _entries(model: Model, posterior: Posterior) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return layer, name and shape of all entries of a posterior."""
+    return [
+        (layer, name, shape)
+        for layer in posterior.layers
+        for name, shape in posterior.entries(layer, model.layers[layer]).items()
+    ]
 
 
-def _start(model: Model, noise: Noise, layer: str, like: Params, *lead: int) -> Tensor:
-    weight = like[f"{layer}.weight"]
-    return weight.new_full((*lead, *noise.shape(model.layers[layer])), noise.start)
+def _filled(model: Model, posterior: Posterior, params: Params, value: Callable[[str], float], *lead: int) -> Params:
+    """Return all entries of a posterior, each holding one number, with some leading axes."""
+    return {
+        name: params[f"{layer}.weight"].new_full((*lead, *shape), value(name))
+        for layer, name, shape in _entries(model, posterior)
+    }
 
 
-def one_for_all(base: Emit, model: Model, noise: Noise) -> Emit:
+def one_for_all(base: Emit, model: Model, posterior: Posterior) -> Emit:
     """VD: one spread, learned like any other parameter, for all clients."""
+    names = [name for _, name, _ in _entries(model, posterior)]
 
     def init(key: Tensor) -> Params:
         params = base.init(key)
-        return params | {noise.entry(layer): _start(model, noise, layer, params) for layer in noise.layers}
+        return params | _filled(model, posterior, params, posterior.start)
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        return received | {noise.entry(layer): _bounded(noise, params[noise.entry(layer)]) for layer in noise.layers}
+        return received | {name: posterior.bounded(name, params[name]) for name in names}
 
     return Emit(init, apply)
 
 
-def one_per_client(base: Emit, model: Model, noise: Noise, num_clients: int) -> Emit:
+def one_per_client(base: Emit, model: Model, posterior: Posterior, num_clients: int) -> Emit:
     """EnsembleVD: every participating client has a spread of its own."""
+    names = [name for _, name, _ in _entries(model, posterior)]
 
     def init(key: Tensor) -> Params:
         params = base.init(key)
-        return params | {
-            OWNED + noise.entry(layer): _start(model, noise, layer, params, num_clients) for layer in noise.layers
-        }
+        owned = _filled(model, posterior, params, posterior.start, num_clients)
+        return params | {OWNED + name: value for name, value in owned.items()}
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        for layer in noise.layers:
-            received[noise.entry(layer)] = _bounded(noise, row(params[OWNED + noise.entry(layer)], client))
+        for name in names:
+            received[name] = posterior.bounded(name, row(params[OWNED + name], client))
         return received
 
     return Emit(init, apply)
@@ -88,7 +97,7 @@ def embedding_size(num_clients: int) -> int:
 
 
 def hypernetwork(params: Params, embedding: Tensor) -> Tensor:
-    """Embedding (d,) -> one number a posterior: linear layers with LeakyReLU(0.1) between them."""
+    """Embedding (d,) -> one number per spread: linear layers with LeakyReLU(0.1) between them."""
     depth = sum(name.startswith("server.hyper.") and name.endswith(".weight") for name in params)
     value = embedding
     for i in range(depth):
@@ -100,7 +109,7 @@ def hypernetwork(params: Params, embedding: Tensor) -> Tensor:
 def meta(
     base: Emit,
     model: Model,
-    noise: Noise,
+    posterior: Posterior,
     num_clients: int,
     *,
     size: int | None = None,
@@ -114,7 +123,7 @@ def meta(
     repeats the released code's second clamp: h is cut to +-8.5, and the half of that which lies below the layer's own
     floor gets no gradient there.
     """
-    shapes = {layer: noise.shape(model.layers[layer]) for layer in noise.layers}
+    shapes = {name: shape for _, name, shape in _entries(model, posterior)}
     outputs = sum(math.prod(shape) for shape in shapes.values())
     embedded = size or embedding_size(num_clients)
     widths = [embedded, *[width] * depth, outputs]
@@ -133,42 +142,40 @@ def meta(
         received = base.apply(params, client, round)
         output = hypernetwork(params, row(params[EMBEDDING], client))
         pieces = torch.split(output, [math.prod(shape) for shape in shapes.values()])
-        for (layer, shape), piece in zip(shapes.items(), pieces, strict=True):
+        for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
             if released:
-                value = noise.start + clamp(piece, -8.5, 8.5, through=False)
+                value = posterior.start(name) + clamp(piece, -8.5, 8.5, "released")
             else:
-                value = _bounded(noise, noise.start + piece)
-            received[noise.entry(layer)] = value.reshape(shape)
+                value = posterior.bounded(name, posterior.start(name) + piece)
+            received[name] = value.reshape(shape)
         return received
 
     return Emit(init, apply)
 
 
-def constant(base: Emit, model: Model, noise: Noise, value: float) -> Emit:
+def constant(base: Emit, model: Model, posterior: Posterior, value: float) -> Emit:
     """Replace everyone's spread by one number: the released code's evaluation, where it is -8.5."""
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        for layer in noise.layers:
-            shape = noise.shape(model.layers[layer])
-            received[noise.entry(layer)] = received[f"{layer}.weight"].new_full(shape, value - noise.offset)
-        return received
+        return received | _filled(model, posterior, received, lambda name: posterior.stored(name, value))
 
     return Emit(base.init, apply)
 
 
-def dropping(base: Emit, noise: Noise, *, threshold: float = 0.9, start: int = 150, released: bool = False) -> Emit:
+def dropping(
+    base: Emit, posterior: Posterior, *, threshold: float = 0.9, start: int = 150, released: bool = False
+) -> Emit:
     """From round `start` on, weights whose dropout rate exceeds the threshold are masked for the client.
 
     A mask travels as an entry of its own. The layer reads its weight through the mask, so a masked weight is neither
     sent nor used nor moved. released=True repeats the released code, which sends zeros instead and lets them regrow.
     """
-    # The released code takes the rate from the hypernetwork's output before the layer's clamp.
-    judged = replace(noise, low=-17.0) if released else noise
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        for layer, rate in rates(judged, received).items():
+        # The released code takes the rate from the hypernetwork's output before the layer's clamp.
+        for layer, rate in posterior.rates(received, clamped=not released).items():
             mask = ((rate <= threshold) | (round < start)).to(rate.dtype).detach()
             if released:
                 weight = received[f"{layer}.weight"]

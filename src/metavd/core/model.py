@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from ..ops import dense, fused
+from ..ops import conv, dense
+from ..ops.precision import EXACT
 from ..tree import Params
 from . import rng
+from .posterior import Posterior, per_weight
 from .types import Model
-from .variational import Noise, per_weight, spread, variance
 
 _EXTRAS = ("variance", "alpha", "mask", "key")
 _STD_EPS = 1e-10
@@ -50,7 +51,10 @@ class _Noisy(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Draw one noisy output a row. Rows are S draws of B samples; with a `key` (S, 1) not (S,) draws share rows."""
+        """Draw one noisy output per row.
+
+        Rows are S draws of B samples; with a `key` (S, 1) in place of (S,) all draws share their rows.
+        """
         weight = self.weight
         mask = per_weight(self.mask, weight) if self.mask.numel() else None
         if mask is not None:
@@ -59,15 +63,15 @@ class _Noisy(nn.Module):
             return self.plain(x, weight)
         x = x.to(weight.dtype)
         if self.alpha.numel():
-            x, noise = self.draws(x), self.draw(x)
-            return self.plain((x * (1.0 + self.noise_scale() * noise)).flatten(0, 1), weight)
+            rows = dense.by_draw(x, self.key)
+            noisy = rows * (1.0 + self.noise_scale() * dense.drawn(rows, self.key))
+            return self.plain(noisy.flatten(0, 1), weight)
         return self.noisy(x, weight, self.variance if mask is None else self.variance * mask)
 
     def noisy(self, x: Tensor, weight: Tensor, sigma2: Tensor) -> Tensor:
         """Answer with Gaussian weights, by local reparameterisation."""
-        mean = self.transform(x, weight, self.bias)
-        std = (self.transform(x.square(), sigma2, None) + _STD_EPS).sqrt()
-        return self.after((self.draws(mean) + self.draws(std) * self.draw(mean)).flatten(0, 1))
+        mean, power = self.transform(x, weight, self.bias), self.transform(x.square(), sigma2, None)
+        return self.after(dense.noisy(mean, None, power, self.key, _STD_EPS, 1.0))
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         """Answer without noise; a block before this one may have answered in a shorter type."""
@@ -76,15 +80,6 @@ class _Noisy(nn.Module):
     def after(self, out: Tensor) -> Tensor:
         """Apply what belongs to the layer beside its linear map."""
         return out
-
-    def draws(self, rows: Tensor) -> Tensor:
-        """Return rows as (S, B, ...), or (1, B, ...) where all draws share them."""
-        draws = self.key.shape[0] if self.key.dim() == 1 else 1
-        return rows.reshape(draws, rows.shape[0] // draws, *rows.shape[1:])
-
-    def draw(self, like: Tensor) -> Tensor:
-        """Standard normals (S, B, ...): the same rows of a draw get the same numbers however many rows follow them."""
-        return rng.normal(self.key.reshape(-1), self.draws(like).shape[1:], like.dtype)
 
 
 class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
@@ -97,16 +92,13 @@ class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
         return out if bias is None else out + bias
 
     def noisy(self, x: Tensor, weight: Tensor, sigma2: Tensor) -> Tensor:
-        if self.bias is None or x.dim() != 2 or not dense.usable(x):
-            return super().noisy(x, weight, sigma2)
         mean, power = functional.linear(x, weight), functional.linear(x.square(), sigma2)
-        return dense.gauss(mean, self.bias, power, self.key, _STD_EPS, 1.0 if self.leak is None else self.leak)
+        return dense.noisy(mean, self.bias, power, self.key, _STD_EPS, 1.0 if self.leak is None else self.leak)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        x = x.to(weight.dtype)
-        if self.leak is None or self.bias is None or x.dim() != 2 or not dense.usable(x):
+        if self.leak is None or self.bias is None:
             return super().plain(x, weight)
-        return dense.bend(functional.linear(x, weight), self.bias, self.leak)
+        return dense.bias_leaky_relu(functional.linear(x.to(weight.dtype), weight), self.bias, self.leak)
 
     def after(self, out: Tensor) -> Tensor:
         return out if self.leak is None else functional.leaky_relu(out, self.leak)
@@ -116,24 +108,22 @@ class _NoisyLinear(_Noisy, nn.Linear):  # type: ignore[misc]
 
 
 class _NoisyConv2d(_Noisy, nn.Conv2d):
-    precision: str = fused.EXACT
+    precision: str = EXACT
     pooled: bool = False
     """Whether the ReLU and the pooling that follow it in the module are computed here."""
     flat: bool = False
     """Whether its pixels are made a row next."""
 
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # Its second derivative asks how images lie in memory, and vmap knows one answer.
-        return self._conv_forward(x.contiguous() if x.is_cuda else x, weight, bias)
+        return self._conv_forward(conv.convolvable(x), weight, bias)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.pooled and self.bias is not None and _is_square(self) and fused.blockable(x, weight.shape[-4]):
-            return fused.block(x, weight, self.bias, self.precision, flat=self.flat)
+        if self.pooled and self.bias is not None and _is_square(self):
+            return conv.conv_relu_pool(x, weight, self.bias, self.precision, flat=self.flat)
         return super().plain(x, weight)
 
     def after(self, out: Tensor) -> Tensor:
-        # In this order, which gives the same bits, the ReLU has a quarter of the work.
-        return functional.relu(functional.max_pool2d(out, 2)) if self.pooled else out
+        return conv.relu_pool(out) if self.pooled else out
 
     def noise_scale(self) -> Tensor:
         # A grouped convolution's weight knows the channels of one group; the groups share their rates.
@@ -220,7 +210,7 @@ def from_module(
     variational: Sequence[str] | None = None,
     *,
     init: Callable[[Tensor, str, Tensor], Tensor] | None = None,
-    precision: str = fused.EXACT,
+    precision: str = EXACT,
 ) -> Model:
     """Turn a module that maps (B, ...) to logits (B, K) into a `Model`.
 
@@ -230,7 +220,7 @@ def from_module(
             Default: the layer before the output layer (or the output layer, if it is the only one).
         init: makes a tensor's initial value from (key, name, the module's own value). Default: the module's own
             values, so pre-trained weights are kept.
-        precision: one of `fused.PRECISIONS`, for what a GPU computes; parameters and answers keep their type.
+        precision: one of `ops.precision.PRECISIONS`, for what a GPU computes; parameters and answers keep their type.
     """
     module = copy.deepcopy(module)
     if type(module) in _NOISY:
@@ -301,19 +291,16 @@ def _call(module: nn.Module, given: Params, x: Tensor, tied: bool) -> Tensor:
     return result
 
 
-def attach(model: Model, noise: Noise) -> Model:
-    """Give the model's layers a posterior: `apply` then draws from it, one draw a key."""
+def attach(model: Model, posterior: Posterior) -> Model:
+    """Give the model's layers a posterior: `apply` then draws from it, one draw per key."""
 
     def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:
         if keys is None:
             return model.run(params, x, {}, 1)
         extras = {}
-        for i, layer in enumerate(noise.layers):
+        for i, layer in enumerate(posterior.layers):
             extras[f"{layer}.key"] = rng.fold(keys, i)
-            if noise.kind == "input":
-                extras[f"{layer}.alpha"] = spread(noise, params, layer).exp()
-            else:
-                extras[f"{layer}.variance"] = variance(noise, params, layer)
+            extras |= {f"{layer}.{part}": value for part, value in posterior.perturb(params, layer).items()}
         return model.run(params, x, extras, keys.shape[0])
 
     return model._replace(apply=apply)

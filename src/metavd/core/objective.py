@@ -5,7 +5,6 @@ Shape letters: B batch, S noise draws, K classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Literal
@@ -14,27 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops import dense
+from ..ops import loss
 from ..tree import Params
 from . import rng
+from .posterior import Posterior
 from .types import Batch, Model, Objective
-from .variational import Noise, kl
 
 Schedule = Callable[[Tensor], Tensor]
 """Round (a scalar tensor, the first is 0) -> weight."""
-
-
-def mean_cross_entropy(drawn: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the real rows of -log softmax(logits)[y], 0 when there is none; logits are the mean of (S, B, K).
-
-    As one product with the labels' weights, which no gradient meets: few calls, and the same under vmap.
-    """
-    if dense.entropic(drawn):
-        return dense.entropy(drawn, y, mask)
-    logits = drawn.squeeze(0) if len(drawn) == 1 else drawn.mean(0)
-    share = torch.full_like(logits[:, 0], 1.0 / len(y)) if mask is None else mask / mask.sum().clamp(min=1.0)
-    labels = share[:, None] * (y[:, None] == torch.arange(logits.shape[1], device=y.device))
-    return -(functional.log_softmax(logits, -1) * labels).sum()
 
 
 def cross_entropy(model: Model, draws: int = 0) -> Objective:
@@ -45,7 +31,7 @@ def cross_entropy(model: Model, draws: int = 0) -> Objective:
 
     def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
         keys = rng.split(batch.key, draws) if draws else None
-        return mean_cross_entropy(model.apply(params, batch.x, keys), batch.y, batch.mask)
+        return loss.cross_entropy(model.apply(params, batch.x, keys), batch.y, batch.mask)
 
     return objective
 
@@ -60,18 +46,18 @@ def proximal(mu: float) -> Objective:
     return objective
 
 
-def divergence(noise: Noise, beta: Schedule, weight: Literal["mean", "elbo"] = "mean") -> Objective:
+def divergence(posterior: Posterior, beta: Schedule, weight: Literal["mean", "elbo"] = "mean") -> Objective:
     """Weight the KL of the posteriors: beta x KL.
 
     weight="mean" takes the mean over the weights (the released code's rule, beta = 10); weight="elbo" takes their sum
-    over the client's number of samples, which with beta = 1 makes the loss the negative ELBO a sample.
+    over the client's number of samples, which with beta = 1 makes the loss the negative ELBO per sample.
     """
 
     def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
         scale = beta(batch.round)
         if weight == "mean":
-            return scale * kl(noise, params)
-        return scale * kl(noise, params, mean=False) / batch.size.clamp(min=1.0)
+            return scale * posterior.kl(params)
+        return scale * posterior.kl(params, mean=False) / batch.size.clamp(min=1.0)
 
     return objective
 
@@ -83,6 +69,15 @@ def total(*terms: Objective) -> Objective:
         return reduce(torch.add, (term(params, batch, anchor) for term in terms))
 
     return objective
+
+
+def a_round_earlier(objective: Objective) -> Objective:
+    """Ask the schedules of an objective for the round before the batch's: the last that was trained, in evaluation."""
+
+    def earlier(params: Params, batch: Batch, anchor: Params) -> Tensor:
+        return objective(params, batch._replace(round=(batch.round - 1.0).clamp(min=0.0)), anchor)
+
+    return earlier
 
 
 def ramp(beta: float, rounds: int, share: float = 0.02) -> Schedule:
@@ -110,8 +105,3 @@ def ramp(beta: float, rounds: int, share: float = 0.02) -> Schedule:
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy against probabilities, mean over rows."""
     return -(target * functional.log_softmax(logits, -1)).sum(-1).mean()
-
-
-def logit(p: float) -> float:
-    """Return log(p / (1 - p)), the log alpha of a dropout rate p."""
-    return math.log(p) - math.log1p(-p)

@@ -22,8 +22,8 @@ from .emit import OWNED
 from .local import FIXED
 from .objective import soft_cross_entropy
 from .optim import Groups
+from .posterior import per_weight
 from .types import Aggregate, Emit, Model, Server, ServerState, Update
-from .variational import per_weight
 
 _TINY = 1e-30
 """Keeps the shares of a cohort without any rows at 0."""

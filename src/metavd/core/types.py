@@ -22,7 +22,7 @@ from .. import tree
 from ..errors import FailedError
 from ..ops.step import descend
 from ..tree import Params
-from .variational import Noise
+from .posterior import Posterior
 
 NEW = -1
 """The id of a client that the server has never trained with."""
@@ -237,5 +237,5 @@ class Algorithm:
     admit: Admit
     train_batches: Sampling
     personal_batches: Sampling
-    noise: Noise | None = None
+    noise: Posterior | None = None
     """The posterior, where there is one: for diagnostics of its dropout rates."""

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from ..core import rng
 from ..core.types import Batch, Sampling
 from ..errors import SpecError
-from ..ops import fused
-from .augment import PAD, crop_and_flip
+from ..ops import images
+from ..ops.images import Look, crop_and_flip
 from .partition import Federation
 from .source import transform
 
@@ -45,7 +44,7 @@ class Pool(NamedTuple):
     """All clients' training rows, one client after another."""
     first: np.ndarray
     """(N + unseen,) where each client's begin in `train`."""
-    look: tuple[float, Tensor, Tensor] | None
+    look: Look | None
     """Scale, mean and deviation of images, where they are the same for all."""
 
     def inputs(self, rows: Tensor, key: Tensor | None = None) -> Tensor:
@@ -64,17 +63,12 @@ class Pool(NamedTuple):
         return self.normalise(raw, domain)
 
     def many(self, rows: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return `inputs` and labels of many batches at once, rows (..., B), keys (...), one a batch.
+        """Return `inputs` and labels of many batches at once, rows (..., B), keys (...), one per batch.
 
         How they lie in memory is left to the device.
         """
-        if self.look is not None and self.x.is_cuda and self.dtype == torch.float32 and fused.ready():
-            given = keys if self.federation.source.augment else None
-            return fused.images(self.x, self.y, rows, given, self.look, PAD)
-        each = self._seen
-        for _ in range(rows.ndim - 1):
-            each = vmap(each) if keys is not None else vmap(each, (0, None))
-        return each(rows, keys), self.y[rows]
+        given = keys if self.federation.source.augment else None
+        return images.batches(self.x, self.y, rows, given, self.look, self._seen)
 
 
 def pool(

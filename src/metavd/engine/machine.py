@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ..compat import compiler_unloaded, memory_kept
-from ..ops.fused import EXACT
+from ..ops.precision import EXACT
 
 _SMALL = 200_000
 """Below so many weights, a second thread costs more in waiting than it saves in arithmetic."""
@@ -16,7 +16,7 @@ _SMALL = 200_000
 
 @contextmanager
 def tuned(weights: int, device: str, backend: str = "loop", precision: str = EXACT) -> Iterator[None]:
-    """Use a CPU well for operations on so many weights at once; let a GPU multiply in a precision of `ops.fused`.
+    """Use a CPU well for operations on so many weights at once; let a GPU multiply in a precision of `ops.precision`.
 
     With one client per core (backend "threads") what lies between clients has one thread too: so a run's bits do not
     depend on the number of cores.

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..compat import absolute_sums
 from ..core import rng
 from ..core.types import Algorithm, Answer, Batch, NonFiniteError, Predict, ServerState
 from ..data.cohort import PERSONAL, TEST, TRAIN, Pool, batches
@@ -113,7 +114,7 @@ def finite(values: Iterable[Tensor]) -> bool:
 
 def magnitudes(values: list[Tensor]) -> list[Tensor]:
     """Return each tensor's sum of magnitudes: quick, and not finite where a summand is not; it may overflow."""
-    return [size.to(values[0].dtype) for size in torch._foreach_norm(values, 1)]
+    return [size.to(values[0].dtype) for size in absolute_sums(values)]
 
 
 def check_finite(params: Params, round: int, who: str | Sequence[int]) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..core.emit import OWNED
 from ..core.types import Algorithm, ServerState
-from ..core.variational import rates, without_gradient
 from ..tree import Params
 
 
@@ -34,17 +33,20 @@ def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: 
     count = len(ids)
     sums: dict[str, Tensor] = {}
     total = square = above = stuck = 0.0
-    weights = 0
+    weights = spreads = 0
     with torch.no_grad():
         for client in ids:
             received = algorithm.emit.apply(state.params, client.to(device), state.round)
-            for layer, rate in rates(noise, received).items():
+            for layer, rate in noise.rates(received).items():
                 value = rate.double()
                 total += float(value.sum())
                 square += float(value.square().sum())
                 above += float((value > 0.9).sum())
-                stuck += float(without_gradient(noise, _stored(state, received, noise.entry(layer), int(client))).sum())
                 weights += value.numel()
+                for name in noise.entries(layer, tuple(received[f"{layer}.weight"].shape)):
+                    stored = _stored(state, received, name, int(client))
+                    stuck += float(noise.stuck(name, stored).sum())
+                    spreads += stored.numel()
                 sums[layer] = sums.get(layer, 0) + value
                 sums[f"{layer}^2"] = sums.get(f"{layer}^2", 0) + value.square()
     spread = torch.cat(
@@ -55,6 +57,6 @@ def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: 
         "rate_mean": mean,
         "rate_sd": float(np.sqrt(max(square / weights - mean * mean, 0.0))),
         "rate_above_0.9": above / weights,
-        "no_gradient": stuck / weights,
+        "no_gradient": stuck / spreads,
         "between_clients": float(spread.mean().sqrt()),
     }

@@ -25,7 +25,7 @@ class DropoutOptions(Options):
 def dropout(parts: Parts, o: DropoutOptions) -> Parts:
     """Fixed Gaussian dropout on the inputs of the linear layers while training."""
     layers = named(parts.model, o.layers, linear_layers(parts.model))
-    noise = core.variational.Noise(layers, "input", offset=core.objective.logit(o.rate))
+    noise = core.posterior.InputLogAlpha(layers, offset=core.posterior.logit(o.rate))
     model = core.model.attach(parts.model, noise)
     loss = core.objective.cross_entropy(model, 1)
     return replace(parts, model=model, inner=loss, outer=loss, predict=core.predict.posterior_mean(model))

@@ -16,8 +16,10 @@ from .parts import REGULARISABLE, Adapting, Momentum, Parts, assemble
 if TYPE_CHECKING:
     from ..core.types import Algorithm, Sampling
 
-SPREADS = ("logvar", "logalpha")
-"""Entries that the inner step leaves alone."""
+
+def _frozen(parts: Parts) -> list[str]:
+    """Return the last words of entries that the inner step leaves alone: those of the posterior."""
+    return [name.rpartition(".")[2] for name in parts.posterior_entries]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def maml(parts: Parts, o: MamlOptions) -> Algorithm:
     """Second-order meta-learning of a start from which one step adapts."""
     steps = core.local.maml(
         parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip,
-        inner_clip=o.clip if parts.inner_clip else None, frozen=SPREADS,
+        inner_clip=o.clip if parts.inner_clip else None, frozen=_frozen(parts),
     )  # fmt: skip
     return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))
 
@@ -65,7 +67,7 @@ class PerFedAvgOptions(MamlOptions):
 def perfedavg(parts: Parts, o: PerFedAvgOptions) -> Algorithm:
     """MAML with a Hessian-vector product in place of second-order differentiation."""
     steps = core.local.hf_maml(
-        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, delta=o.delta, frozen=SPREADS,
+        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, delta=o.delta, frozen=_frozen(parts),
         product=o.product, trust=o.trust,
     )  # fmt: skip
     return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))

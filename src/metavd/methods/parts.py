@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..core.optim import Sgd
+    from ..core.posterior import Posterior
     from ..core.types import (
         Admit,
         Aggregate,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         Sampling,
         Server,
     )
-    from ..core.variational import Noise
     from ..tree import Params
 
 REGULARISABLE = "regularisable"
@@ -90,9 +90,11 @@ class Parts:
     predict: Predict
     lr: float
     """The base's local learning rate."""
-    noise: Noise | None = None
+    noise: Posterior | None = None
     serve: Callable[[Emit], Emit] = lambda emits: emits
     """From what is emitted in training to what is emitted when a client is to be used or tested."""
+    personal: Callable[[Objective], Objective] = lambda loss: loss
+    """From what is minimised in training to what is minimised when a client is to be used or tested."""
     admit: Callable[[Emit], Admit] | None = None
     wrap: Callable[[Server], Server] = lambda base: base
     inner_clip: bool = True
@@ -102,6 +104,13 @@ class Parts:
     owned_by_share: bool = False
     undropped: Emit | None = None
     """What would be emitted if no weight were dropped, where the released rules are followed; see `averaging`."""
+
+    @property
+    def posterior_entries(self) -> list[str]:
+        """Names of what travels for the posterior, where there is one."""
+        if self.noise is None:
+            return []
+        return [name for layer in self.noise.layers for name in self.noise.entries(layer, self.model.layers[layer])]
 
 
 # --- options that bases share ----------------------------------------------------------------------------------------
@@ -186,7 +195,7 @@ def assemble(parts: Parts, o: Training, steps: Local, batches: Sampling, *, pull
         emit=parts.emit,
         local=steps,
         server=parts.wrap(pulled),
-        personalize=core.local.sgd(parts.outer, lr=o.lr, clip=o.clip) if adapts else core.local.keep,
+        personalize=core.local.sgd(parts.personal(parts.outer), lr=o.lr, clip=o.clip) if adapts else core.local.keep,
         predict=parts.predict,
         serve=used.apply,
         admit=admit if parts.admit is None else parts.admit(used),

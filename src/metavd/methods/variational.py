@@ -7,8 +7,8 @@ leaves out the weights whose dropout rate is high.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal
 
 from .. import core
 from ..errors import SpecError
@@ -18,12 +18,19 @@ from .parts import POSTERIOR, Options, Parts, linear_layers, named
 
 if TYPE_CHECKING:
     from ..core.optim import Sgd
+    from ..core.posterior import Posterior
     from ..core.types import Emit, Model
-    from ..core.variational import Noise
 
 _METAVD = "Jeon et al., NeurIPS 2023"
 _CONSTANT = -8.5
 """log sigma^2 of the released code's evaluation, and of a start without a rate."""
+
+
+def _spreads() -> Sequence[str]:
+    """Name the posteriors that weights may have; a package's own is imported when it is asked for."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 (a tenth of the time of --help)
+
+    return ("logvar", "logalpha", *sorted(point.name for point in entry_points(group="metavd.posteriors")))
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class PosteriorOptions(Options):
 
     layers: str = option("auto", "layers with a posterior, by name, with commas; auto: the one before the output")
     per: Literal["weight", "input"] = option("weight", "one rate per weight, or one log alpha per input unit")
-    spread: Literal["logvar", "logalpha"] = option("logvar", "learn log sigma^2 or log alpha")
+    spread: str = option("logvar", "learn log sigma^2 or log alpha, or a package's own posterior", choices=_spreads)
     rate: float = option(0.0, "initial dropout rate of a typical weight; 0: log sigma^2 = -8.5", low=0, high=0.999)
     floor: float = option(-17.0, "lowest log sigma^2 (or log alpha)", low=-60, high=8, released=-8.5)
     ceiling: float = option(0.0, "highest log sigma^2; not with clamp=released", low=-60, high=8.5)
@@ -45,6 +52,13 @@ class PosteriorOptions(Options):
     beta: float = option(10.0, "weight of the KL", low=0, search=[float(i) for i in range(1, 16)])
     beta_ramp: float = option(0.02, "share of all rounds in which beta rises from 0", low=0, high=1)
     kl: Literal["mean", "elbo"] = option("mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta")
+    kl_epsilon: Literal["weight", "variance"] = option(
+        "weight", "the KL's 1e-13 is added to theta^2, or to sigma^2", released="variance", later=True
+    )
+    test_beta: Literal["next", "last"] = option(
+        "next", "round whose beta personalisation takes: the next, or the last that was trained", released="last",
+        later=True,
+    )  # fmt: skip
     draws: int = option(3, "noise draws per training step, their logits averaged", low=1)
     layer_init: Literal["uniform", "model"] = option(
         "uniform", "start of a noisy layer: U(+-1/sqrt(fan in)) or the model's own"
@@ -117,31 +131,18 @@ class EnsembleVDOptions(OwnedOptions, SpreadOptions):
     """The posterior's, the spread's and those of owned rows."""
 
 
-def _noise(model: Model, o: PosteriorOptions) -> Noise:
-    """Build the posterior's parameterisation from the options."""
-    import torch  # noqa: PLC0415
-
-    logit = core.objective.logit
-    kind: Any = "input" if o.per == "input" else o.spread
-    layers = named(model, o.layers, linear_layers(model) if kind == "input" else model.variational)
-    first = _CONSTANT
-    if kind != "logvar" or o.rate:
-        weights = model.init(core.rng.key(0))
-        square = float(torch.cat([weights[f"{layer}.weight"].flatten() for layer in layers]).square().mean())
-        first = logit(o.rate or 0.15) + (float(torch.tensor(square).log()) if kind == "logvar" else 0.0)
-    if o.clamp == "released":
-        return core.variational.Noise(layers, kind, offset=0.0, start=first, low=o.floor, high=8.5, through=False)
-    high = o.ceiling if kind == "logvar" else logit(o.max_rate)
-    if not o.floor <= first <= high:
-        what = "log sigma^2" if kind == "logvar" else "log alpha"
-        raise SpecError(
-            f"the posterior starts at {what} = {first:.3g}, but its range is {o.floor:g} to {high:.3g}; "
-            "move floor, ceiling, max_rate or rate"
-        )
-    return core.variational.Noise(layers, kind, offset=first, low=o.floor, high=high, inward=o.clamp == "inward")
+def _noise(model: Model, o: PosteriorOptions) -> Posterior:
+    """Build the posterior from the options."""
+    kind = core.posterior.named("input" if o.per == "input" else o.spread)
+    layers = named(model, o.layers, linear_layers(model) if kind.everywhere else model.variational)
+    choice = core.posterior.Choice(**{each.name: getattr(o, each.name) for each in fields(core.posterior.Choice)})
+    try:
+        return kind.build(layers, lambda: model.init(core.rng.key(0)), choice)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
 
 
-def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model, Noise], Emit]) -> Parts:
+def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model, Posterior], Emit]) -> Parts:
     """What the three share: a posterior, its ELBO, precision-weighted aggregation, prediction."""
     emit, objective, predict = core.emit, core.objective, core.predict
     model = parts.model
@@ -161,6 +162,7 @@ def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model,
         else parts.serve,
         inner=loss,
         outer=objective.total(loss, objective.divergence(noise, beta, o.kl)),
+        personal=objective.a_round_earlier if o.test_beta == "last" else parts.personal,
         aggregate=core.aggregate.precision(noise),
         predict=predict.posterior_mean(model) if by_mean else predict.posterior_draws(model, o.samples, o.average),
         noise=noise,
@@ -181,7 +183,7 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
     num = parts.setting.num_clients
     emit, rule = core.emit, core.optim.Sgd
 
-    def extend(base: Emit, model: Model, noise: Noise) -> Emit:
+    def extend(base: Emit, model: Model, noise: Posterior) -> Emit:
         return emit.meta(
             base, model, noise, num, size=o.embedding or None, width=o.hyper_width, depth=o.hyper_depth,
             released=o.clamp == "released",
@@ -189,7 +191,7 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
 
     parts = _posterior(parts, o, extend)
     if o.admits_by_fitting:
-        loss = parts.outer
+        loss = parts.personal(parts.outer)
         parts = replace(parts, admit=lambda used: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
     groups = parts.groups | {"server.hyper.": rule(o.hyper_lr, o.hyper_momentum, o.hyper_decay)}
     return _owned(replace(parts, groups=groups), o, rule(o.embed_lr, o.embed_momentum, o.embed_decay))
@@ -202,8 +204,7 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
 def vd(parts: Parts, o: SpreadOptions) -> Parts:
     """One learned spread for all clients."""
     parts = _posterior(parts, o, core.emit.one_for_all)
-    assert parts.noise is not None
-    groups = parts.groups | {parts.noise.entry(layer): o.spread_group for layer in parts.noise.layers}
+    groups = parts.groups | dict.fromkeys(parts.posterior_entries, o.spread_group)
     # The released code evaluates VD with its own spread, and only the others with a constant.
     return replace(parts, groups=groups, serve=lambda emits: emits)
 

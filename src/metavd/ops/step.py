@@ -17,8 +17,9 @@ from torch.autograd import Function
 from torch.func import vmap
 
 from .. import tree
+from ..compat import copy_each
 from ..tree import Params
-from . import fused
+from . import device
 
 
 def descend(start: Params, slope: Params, lr: float, clip: float | None) -> Params:
@@ -45,25 +46,25 @@ def put_(start: Params, new: Params, active: Tensor | None = None) -> None:
         new = {name: torch.where(active.reshape(-1, *[1] * (value.ndim - 1)) > 0, value, start[name])
                for name, value in new.items()}  # fmt: skip
     if new:
-        torch._foreach_copy_([start[name] for name in new], list(new.values()))
+        copy_each([start[name] for name in new], list(new.values()))
 
 
 def nth(values: list[Tensor], number: Tensor) -> list[Tensor]:
     """Return value[number] of each contiguous tensor; the number (1,) may be known to the device alone; no vmap."""
-    if values[0].is_cuda and fused.ready():
+    if device.has_kernels(*values):
         found: list[Tensor] = _kernel().pull(values, number)
         return found
     return [value.index_select(0, number)[0] for value in values]
 
 
 def _descendable(params: Params) -> bool:
-    return all(value.is_cuda and value.dtype == torch.float32 for value in params.values()) and fused.ready()
+    return device.has_float_kernels(*params.values())
 
 
 def _kernel() -> Any:
-    from . import kernels  # noqa: PLC0415  Triton need not be installed
+    from . import step_kernels  # noqa: PLC0415  Triton need not be installed
 
-    return kernels
+    return step_kernels
 
 
 class _Descend(Function):
@@ -84,5 +85,5 @@ class _Descend(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, lr: float, clip: float | None, *values: Tensor) -> Any:
         half = len(values) // 2
-        rows = fused.aligned(info, in_dims[2:], *values)
+        rows = device.aligned(info, in_dims[2:], *values)
         return tuple(_kernel().descend(rows[:half], rows[half:], lr, clip)), (0,) * half

@@ -21,7 +21,6 @@ import torch
 
 from ..core.emit import EMBEDDING
 from ..core.types import Algorithm, ServerState
-from ..core.variational import rates
 from ..data.partition import Federation
 from ..evaluate.metrics import ClientResult, diagrams
 from ..evaluate.scores import correct
@@ -79,7 +78,7 @@ def drawn_rates(algorithm: Algorithm, state: ServerState, known: int) -> dict[st
     with torch.no_grad():
         for client in range(min(known, LIMIT)):
             received = algorithm.emit.apply(state.params, torch.tensor(client, device=state.round.device), state.round)
-            for layer, rate in rates(algorithm.noise, received).items():
+            for layer, rate in algorithm.noise.rates(received).items():
                 bins = torch.histc(rate.float().cpu(), _BINS, 0, 1).long().tolist()
                 found.setdefault(layer, []).append(bins)
     return {layer: {"edges": edges.tolist(), "clients": clients} for layer, clients in found.items()}

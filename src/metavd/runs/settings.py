@@ -28,7 +28,7 @@ def _valid_rows() -> Sequence[str]:
 
 
 def _precisions() -> Sequence[str]:
-    from ..ops.fused import PRECISIONS  # noqa: PLC0415 (torch)
+    from ..ops.precision import PRECISIONS  # noqa: PLC0415
 
     return ("auto", *PRECISIONS)
 
@@ -165,7 +165,7 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
     import torch  # noqa: PLC0415
 
     from ..data import formats  # noqa: PLC0415
-    from ..ops import fused  # noqa: PLC0415
+    from ..ops.precision import BF16, EXACT  # noqa: PLC0415
 
     suits = dict(formats.info(experiment.data).defaults if defaults is None else defaults)
     known = methods.options_of(experiment.method)
@@ -188,7 +188,7 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
         values["backend"] = "vmap"
     if values["precision"] == "auto":
         short = values["device"] != "cpu" and values["dtype"] == "float32"
-        values["precision"] = fused.BF16 if short else fused.EXACT
+        values["precision"] = BF16 if short else EXACT
     if values["valid"] and not values["valid_rows"]:
         values["valid_rows"] = "own" if values["partition"] == "natural" else values["test_rows"]
     preset = {key: value for key, value in suits.items() if key in known and key not in FROM_DATA}

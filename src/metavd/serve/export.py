@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..container import Format, dump, write_atomic
 from ..core import rng
 from ..core.gp_slots import POINTS
-from ..core.variational import per_weight, variance
+from ..core.posterior import per_weight
 from ..tree import Params
 from .personal import Personal, Prediction
 from .samples import Samples, UseError, domain_number
@@ -166,12 +166,12 @@ def plain_weights(own: Personal) -> Params:
     What the method keeps beside them (pFedGP's tree) goes along under its own names.
     """
     noise = own.algorithm().noise
-    layers = [] if noise is None else list(noise.layers)
-    hidden = {f"{layer}.{part}" for layer in own.model.layers for part in ("mask", "logvar", "logalpha")}
-    result = {name: value for name, value in own.params.items() if name not in hidden}
-    for layer in layers:
+    result = {name: value for name, value in own.params.items() if not name.endswith(".mask")}
+    for layer in [] if noise is None else noise.layers:
         assert noise is not None
-        result[f"{layer}.variance"] = variance(noise, own.params, layer)
+        for name in noise.entries(layer, own.model.layers[layer]):
+            result.pop(name, None)
+        result[f"{layer}.variance"] = noise.variance(own.params, layer)
     for layer in own.model.layers:
         mask = own.params.get(f"{layer}.mask")
         for name in (f"{layer}.weight", f"{layer}.variance"):

@@ -18,7 +18,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,7 +231,7 @@ def _check_module(own: Personal, place: str) -> None:
 
 
 def _noise(algorithm: Algorithm) -> dict[str, Any] | None:
-    return None if algorithm.noise is None else json.loads(json.dumps(asdict(algorithm.noise)))
+    return None if algorithm.noise is None else json.loads(json.dumps(algorithm.noise.describe()))
 
 
 # From a run to a client's model

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from ...compat import copy_each
 from ...core.types import Algorithm, Local, Sampling, ServerState
 from ...data.cohort import Pool, layout, over, sizes_of
-from ...ops import fused
+from ...ops.device import rehearse
 from ...ops.step import descend_, nth, put_
 from ...tree import Params
 from . import Schedule, Train, Trained
@@ -115,7 +116,7 @@ def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Te
     def first() -> None:
         _train(algorithm, pool, state, (own, drawn), [], capture=False)
 
-    fused.rehearse(first)
+    rehearse(first)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -190,7 +191,7 @@ def _allocate(start: Params, received: Params, drawn: Table, pool: Pool, samplin
 def _fill(buffers: _Buffers, start: Params, received: Params, drawn: Table, state: ServerState) -> None:
     steps, count, _, width = drawn.rows.shape
     for room, given in ((buffers.received, received), (buffers.params, start)):
-        torch._foreach_copy_([room[name][:count] for name in given], list(given.values()))
+        copy_each([room[name][:count] for name in given], list(given.values()))
     buffers.loss.zero_()
     buffers.step.zero_()
     # Rows of clients and batches that this cohort lacks are padding; a stale mask would call them real.
@@ -228,10 +229,10 @@ def _captured(step: Callable[[], None], buffers: _Buffers) -> Callable[[], None]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         if not buffers.graphs:
-            fused.rehearse(step)
-            torch._foreach_copy_(touched, before)
+            rehearse(step)
+            copy_each(touched, before)
         step()  # in which libraries choose their kernels and take their memory
-        torch._foreach_copy_(touched, before)
+        copy_each(touched, before)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=buffers.memory):

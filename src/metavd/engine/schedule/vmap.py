@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.func import vmap as mapped
-from torch.utils import _pytree as pytree
 
+from ...compat import flatten, unflatten
 from ...core.types import Algorithm, Batch, Job, ServerState
 from ...data.cohort import Pool, over, pad
 from ...tree import Params
@@ -80,9 +80,9 @@ def _together(function: Function, group: Sequence[Job]) -> Iterator[Any]:
     clients = torch.stack([job.client for job in group])
     keys = torch.stack([job.key for job in group])
     out = mapped(function, randomness="error")(clients, batches, rows, keys)
-    leaves, shape = pytree.tree_flatten(out)
+    leaves, shape = flatten(out)
     for i in range(len(group)):
-        yield pytree.tree_unflatten([leaf[i] for leaf in leaves], shape)
+        yield unflatten([leaf[i] for leaf in leaves], shape)
 
 
 def whole_turns(chunk: int = 0) -> Train:

@@ -1,9 +1,9 @@
-"""Operators that a GPU computes in one kernel where PyTorch would launch many; `kernels` holds the kernels.
+"""Convolution, bias, ReLU and pooling as one operator, which a GPU computes in few kernels.
 
-Each is a function of one client, as everything in `core`, with its derivatives to any order and its rule for vmap,
-which hands all clients to one launch. `block` is a 3x3 convolution (stride 1, zeros around) with bias, ReLU and 2x2
-max-pooling; `pool` is its last part, bias, ReLU and pooling. Once it is known which pixel of each window was taken,
-S, everything is linear in images and in weights, and so are the derivatives:
+`conv_relu_pool` is a 3x3 convolution (stride 1, zeros around) with bias, ReLU and 2x2 max-pooling. Its kernels are
+functions of one client with derivatives to any order and a rule for vmap, which hands all clients to one launch. Once
+it is known which pixel of each window was taken, S, everything is linear in images and in weights, and so are the
+derivatives:
 
     pick(x, b) = S (x + b)             unpick(g) = gradients by x and b
     conv(x, w) = x * w                 back(g, w) = gradient by x          slope(x, g) = gradient by w
@@ -12,155 +12,100 @@ S, everything is linear in images and in weights, and so are the derivatives:
 The derivatives of each of these are again among them, which gives all orders.
 
 Shape letters: C clients, B images, I and O channels, H x W pixels; images are (B, I, H, W), and lie in memory as
-(B, H, W, C, I), see `kernels`.
+(B, H, W, C, I), see `conv_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, max_pool2d, relu
 
-EXACT, TF32, BF16 = "exact", "tf32", "bf16"
-PRECISIONS = (EXACT, TF32, BF16)
-"""How products are computed: in float32, in float32 with 10 bits of mantissa, in bfloat16; sums always in float32."""
+from ..compat import is_transformed
+from . import device
+from .precision import BF16, EXACT, TF32
+
 MOST_GROUPED = 128
 """Input channels up to which the weights' gradients of all clients are one grouped convolution; measured: with 256, ten
 clients of 64 images of 16x16 pixels take 7.9 ms so on an H200, and 0.8 ms one after another."""
 _INPUTS = {EXACT: "ieee", TF32: "tf32", BF16: "ieee"}
 
 
-@cache
-def ready() -> bool:
-    """Whether kernels of our own can run here: a GPU, Triton, and the C compiler that it needs."""
-    if not torch.cuda.is_available() or find_spec("triton") is None:
+def conv_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, precision: str, *, flat: bool = False) -> Tensor:
+    """3x3 convolution, bias, ReLU and 2x2 max-pooling, (B, I, H, W) -> (B, O, H/2, W/2).
+
+    Kernels answer in bfloat16 if that is the precision, but not with `flat`, which means that a linear layer follows.
+    The reference computes in the weight's type.
+    """
+    if not _has_kernels(x, weight.shape[-4]):
+        return relu_pool(conv2d(convolvable(x.to(weight.dtype)), weight, bias, padding=1))
+    given = x.to(torch.bfloat16 if precision == BF16 else torch.float32)
+    if _few_channels(x):
+        out, _ = _Block.apply(given, weight, bias, precision)
+    else:
+        out, _ = _Pool.apply(_Conv.apply(given, weight, precision), bias, flat)
+    return out
+
+
+def relu_pool(x: Tensor) -> Tensor:
+    """2x2 max-pooling and ReLU; in this order, which gives the same bits, the ReLU has a quarter of the work."""
+    return relu(max_pool2d(x, 2))
+
+
+def convolvable(x: Tensor) -> Tensor:
+    """Return images as a convolution takes them: its second derivative on a GPU asks how they lie in memory.
+
+    Under vmap it knows one answer.
+    """
+    return x.contiguous() if x.is_cuda else x
+
+
+def _has_kernels(x: Tensor, filters: int) -> bool:
+    """Whether kernels compute such images with so many filters."""
+    if x.dtype == torch.float64 or x.shape[-1] % 2 or x.shape[-2] % 2 or not device.has_kernels(x):
         return False
-    try:
-        _kernels().normal(torch.zeros(1, dtype=torch.int64, device="cuda"), 1)
-    except Exception:  # whatever keeps Triton from compiling: PyTorch's own operators are always there
-        return False
-    return True
+    return filters % 16 == 0 and (_few_channels(x) or x.shape[-3] % 8 == 0)
 
 
-def rehearse(function: Callable[[], Any]) -> None:
-    """Call a function to compile its kernels side by side; what it computes is nonsense, and the caller's to undo."""
-    if ready():
-        from .launch import rehearse  # noqa: PLC0415  Triton need not be installed
-
-        rehearse(function)
-
-
-def poolable(x: Tensor) -> bool:
-    """Whether `pool` computes such images."""
-    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] % 2 == 0 and x.shape[-2] % 2 == 0 and ready()
-
-
-def blockable(x: Tensor, filters: int) -> bool:
-    """Whether `block` computes such images with so many filters."""
-    if not poolable(x):
-        return False
-    return filters % 16 == 0 and (_few(x) or x.shape[-3] % 8 == 0)
-
-
-def _few(x: Tensor) -> bool:
+def _few_channels(x: Tensor) -> bool:
     """Whether all taps of all input channels fit one narrow product."""
     columns: int = _kernels().MOST_COLUMNS
     return 9 * x.shape[-3] <= columns
 
 
-def pool(x: Tensor, bias: Tensor, *, flat: bool = False) -> Tensor:
-    """Bias, ReLU and 2x2 max-pooling: (B, O, H, W), (O,) -> (B, O, H/2, W/2); `flat` if a linear layer comes next."""
-    out, _ = _Pool.apply(x, bias, flat)
-    return out
-
-
-def block(x: Tensor, weight: Tensor, bias: Tensor, precision: str, *, flat: bool = False) -> Tensor:
-    """Convolution, bias, ReLU and pooling, (B, I, H, W) -> (B, O, H/2, W/2).
-
-    The answer is in bfloat16 if that is the precision, but not with `flat`, which means that a linear layer follows.
-    """
-    given = x.to(torch.bfloat16 if precision == BF16 else torch.float32)
-    if not _few(x):
-        return pool(_Conv.apply(given, weight, precision), bias, flat=flat)
-    out, _ = _Block.apply(given, weight, bias, precision)
-    return out
-
-
-def normals(keys: Tensor, count: int) -> Tensor:
-    """Return `count` standard normals a key, (*keys.shape, count)."""
-    return _Normals.apply(keys, count)
-
-
-def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
-    """Return the slope, but 0 where it leads x further out of [low, high]: x <= low and it is >= 0, or the reverse."""
-    return _Gate.apply(slope, x, low, high)
-
-
-def outward(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
-    """Return where a slope leads x further out of [low, high], or along its edge."""
-    return torch.where(slope < 0, x >= high, x <= low)
-
-
-def mix(z: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of int64 numbers, see `rng`."""
-    return _Mix.apply(z)
-
-
-def images(
-    x: Tensor, y: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int
-) -> tuple[Tensor, Tensor]:
-    """Return rows (..., B) of a dataset's images as a network sees them, and their labels, see `cohort.Pool`.
-
-    No derivative, no vmap.
-    """
-    seen, labels = _kernels().images(x, y, rows, keys, look, pad)
-    return seen, labels
-
-
 def _kernels() -> Any:
-    from . import kernels  # noqa: PLC0415  Triton need not be installed
+    from . import conv_kernels  # noqa: PLC0415  Triton need not be installed
 
-    return kernels
-
-
-def aligned(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: int = 0) -> list[Tensor]:
-    """Bring the client axis of every argument to one place; what clients share is repeated."""
-    return [
-        value.unsqueeze(axis).expand(*value.shape[:axis], info.batch_size, *value.shape[axis:])
-        if dim is None
-        else value.movedim(dim, axis)
-        for value, dim in zip(values, in_dims, strict=False)
-    ]
+    return conv_kernels
 
 
-def _seen(images: Tensor) -> Tensor:
+def _in_memory_order(images: Tensor) -> Tensor:
     """Images (B, [C,] O, H, W) in the order of their memory, (B, H, W, [C,] O)."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(images):
+    if is_transformed(images):
         raise NotImplementedError("blocks are computed for one axis of clients; call them under one vmap, not two")
     return images.movedim((-2, -1), (1, 2))
 
 
-def _flat(images: Tensor) -> Tensor:
+def _laid_out(images: Tensor) -> Tensor:
     """Images (B, [C,] O, H, W) as they should lie in memory, which costs a copy only where they do not."""
-    return _seen(images).contiguous()
+    return _in_memory_order(images).contiguous()
 
 
-def _deep(images: Tensor) -> Tensor:
-    """Undo `_flat`, without moving anything."""
+def _as_images(images: Tensor) -> Tensor:
+    """Undo `_laid_out`, without moving anything."""
     return images.movedim((1, 2), (-2, -1))
 
 
 class _Pool(Function):
+    """Bias, ReLU and pooling, (B, O, H, W), (O,) -> (B, O, H/2, W/2), and places; `flat`: a linear layer follows."""
+
     @staticmethod
     def forward(x: Tensor, bias: Tensor, flat: bool) -> tuple[Tensor, Tensor]:
-        y, place = _kernels().pool(_flat(x), bias.contiguous(), flat=flat)
-        return _deep(y), _deep(place)
+        y, place = _kernels().pool(_laid_out(x), bias.contiguous(), flat=flat)
+        return _as_images(y), _as_images(place)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -177,7 +122,7 @@ class _Pool(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor, flat: bool) -> Any:
-        (images,), (biases,) = aligned(info, in_dims, x, axis=1), aligned(info, in_dims[1:], bias)
+        (images,), (biases,) = device.aligned(info, in_dims, x, axis=1), device.aligned(info, in_dims[1:], bias)
         return _Pool.forward(images, biases, flat), (1, 1)
 
 
@@ -186,7 +131,7 @@ class _Pick(Function):
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor, place: Tensor, flat: bool) -> Tensor:
-        return _deep(_kernels().pick(_flat(x), bias.contiguous(), _flat(place), flat=flat))
+        return _as_images(_kernels().pick(_laid_out(x), bias.contiguous(), _laid_out(place), flat=flat))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -200,8 +145,8 @@ class _Pick(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, bias: Tensor, place: Tensor, flat: bool) -> Any:
-        (images,), (biases,) = aligned(info, in_dims, x, axis=1), aligned(info, in_dims[1:], bias)
-        (places,) = aligned(info, in_dims[2:], place, axis=1)
+        (images,), (biases,) = device.aligned(info, in_dims, x, axis=1), device.aligned(info, in_dims[1:], bias)
+        (places,) = device.aligned(info, in_dims[2:], place, axis=1)
         return _Pick.forward(images, biases, places, flat), 1
 
 
@@ -210,8 +155,8 @@ class _Unpick(Function):
 
     @staticmethod
     def forward(g: Tensor, place: Tensor, dtype: torch.dtype, flat: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG004
-        x, total = _kernels().unpick(_seen(g), _flat(place), dtype)
-        return _deep(x), total
+        x, total = _kernels().unpick(_in_memory_order(g), _laid_out(place), dtype)
+        return _as_images(x), total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -224,7 +169,7 @@ class _Unpick(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, g: Tensor, place: Tensor, dtype: torch.dtype, flat: bool) -> Any:
-        slopes, places = aligned(info, in_dims, g, place, axis=1)
+        slopes, places = device.aligned(info, in_dims, g, place, axis=1)
         return _Unpick.forward(slopes, places, dtype, flat), (1, 0)
 
 
@@ -234,22 +179,22 @@ def _cast(value: Tensor, precision: str) -> Tensor:
 
 def _grouped(images: Tensor) -> Tensor:
     """Images (B, C, O, H, W) as those of a grouped convolution, (B, C O, H, W)."""
-    return _flat(images).flatten(3).permute(0, 3, 1, 2)
+    return _laid_out(images).flatten(3).permute(0, 3, 1, 2)
 
 
 def _ungrouped(images: Tensor, clients: int) -> Tensor:
     return images.unflatten(1, (clients, -1))
 
 
-def _along(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
+def _convolve(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
     """Convolution of all clients: images (B, C, I, H, W), weight (C, O, I, 3, 3) -> (B, C, O, H, W)."""
     return _convolved(images, weight, _kernels().ALONG, precision)
 
 
-def _against(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
+def _convolve_back(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
     """Its transpose, (B, C, O, H, W) -> (B, C, I, H, W), as a convolution with the kernel turned round.
 
-    cuDNN takes all groups at once for a convolution; a transposed one it often cuts into a launch a group.
+    cuDNN takes all groups at once for a convolution; a transposed one it often cuts into one launch per group.
     """
     return _convolved(images, weight, _kernels().AGAINST, precision)
 
@@ -260,7 +205,7 @@ def _convolved(images: Tensor, weight: Tensor, mode: int, precision: str) -> Ten
     return _ungrouped(conv2d(rows, taps, padding=1, groups=clients), clients)
 
 
-def _steepness(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
+def _weight_gradient(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
     """Gradient by the weights: x (B, C, I, H, W), g (B, C, O, H, W) -> (C, O, I, 3, 3)."""
     clients, inputs, outputs = x.shape[1], x.shape[2], g.shape[2]
     images, slopes = (_grouped(_cast(value, precision)) for value in (x, g))
@@ -280,7 +225,7 @@ def _steepness(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
 class _Conv(Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, precision: str) -> Tensor:
-        return _along(x[:, None], weight[None], precision=precision)[:, 0]
+        return _convolve(x[:, None], weight[None], precision=precision)[:, 0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -296,14 +241,14 @@ class _Conv(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, precision: str) -> Any:
-        (images,) = aligned(info, in_dims, x, axis=1)
-        return _along(images, *aligned(info, in_dims[1:], weight), precision=precision), 1
+        (images,) = device.aligned(info, in_dims, x, axis=1)
+        return _convolve(images, *device.aligned(info, in_dims[1:], weight), precision=precision), 1
 
 
 class _Back(Function):
     @staticmethod
     def forward(g: Tensor, weight: Tensor, precision: str) -> Tensor:
-        return _against(g[:, None], weight[None], precision=precision)[:, 0]
+        return _convolve_back(g[:, None], weight[None], precision=precision)[:, 0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -319,14 +264,14 @@ class _Back(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, g: Tensor, weight: Tensor, precision: str) -> Any:
-        (slopes,) = aligned(info, in_dims, g, axis=1)
-        return _against(slopes, *aligned(info, in_dims[1:], weight), precision=precision), 1
+        (slopes,) = device.aligned(info, in_dims, g, axis=1)
+        return _convolve_back(slopes, *device.aligned(info, in_dims[1:], weight), precision=precision), 1
 
 
 class _Slope(Function):
     @staticmethod
     def forward(x: Tensor, g: Tensor, precision: str) -> Tensor:
-        return _steepness(x[:, None], g[:, None], precision=precision)[0]
+        return _weight_gradient(x[:, None], g[:, None], precision=precision)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -342,19 +287,19 @@ class _Slope(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, precision: str) -> Any:
-        return _steepness(*aligned(info, in_dims, x, g, axis=1), precision=precision), 0
+        return _weight_gradient(*device.aligned(info, in_dims, x, g, axis=1), precision=precision), 0
 
 
 def _take(x: Tensor, weight: Tensor, bias: Tensor, *, place: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
     """All clients' blocks: x (C, B, ...), weight (C, ...), bias (C, O), place (B, C, ...) -> (B, C, ...)."""
     taps = _kernels().taps(weight, _kernels().TAPS, x.dtype)
-    given = None if place is None else _flat(place)
+    given = None if place is None else _laid_out(place)
     y, where = _kernels().take(x, taps, bias.contiguous(), given, _INPUTS[precision])
-    return _deep(y), _deep(where)
+    return _as_images(y), _as_images(where)
 
 
 def _weigh(x: Tensor, g: Tensor, place: Tensor, *, precision: str) -> tuple[Tensor, Tensor]:
-    gw, gb = _kernels().weigh(x, _flat(_cast(g, precision)), _flat(place), _INPUTS[precision])
+    gw, gb = _kernels().weigh(x, _laid_out(_cast(g, precision)), _laid_out(place), _INPUTS[precision])
     return gw, gb
 
 
@@ -373,11 +318,11 @@ class _Block(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return (None,) * 4 if g is None else (*_slopes(ctx, g), None)
+        return (None,) * 4 if g is None else (*_block_gradients(ctx, g), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor, precision: str) -> Any:
-        return _take(*aligned(info, in_dims, x, weight, bias), place=None, precision=precision), (1, 1)
+        return _take(*device.aligned(info, in_dims, x, weight, bias), place=None, precision=precision), (1, 1)
 
 
 class _Take(Function):
@@ -394,22 +339,22 @@ class _Take(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_slopes(ctx, g), None, None)
+        return (*_block_gradients(ctx, g), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor, place: Tensor, precision: str) -> Any:
-        (given,) = aligned(info, in_dims[3:], place, axis=1)
-        return _take(*aligned(info, in_dims, x, w, b), place=given, precision=precision)[0], 1
+        (given,) = device.aligned(info, in_dims[3:], place, axis=1)
+        return _take(*device.aligned(info, in_dims, x, w, b), place=given, precision=precision)[0], 1
 
 
-def _slopes(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+def _block_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     """Gradients by images, weights and biases of a block, or of one with given places."""
     x, weight, place = ctx.saved_tensors
     gw, gb = _Weigh.apply(x, g, place, ctx.precision)
-    return _images(g, weight, place, ctx) if ctx.needs_input_grad[0] else None, gw, gb
+    return _image_gradient(g, weight, place, ctx) if ctx.needs_input_grad[0] else None, gw, gb
 
 
-def _images(g: Tensor, weight: Tensor, place: Tensor, ctx: Any) -> Tensor:
+def _image_gradient(g: Tensor, weight: Tensor, place: Tensor, ctx: Any) -> Tensor:
     """Return the gradient by a block's images."""
     unpicked, _ = _Unpick.apply(g, place, g.dtype, False)
     return _Back.apply(unpicked, weight, ctx.precision)
@@ -429,71 +374,11 @@ class _Weigh(Function):
     @staticmethod
     def backward(ctx: Any, gw: Tensor, gb: Tensor) -> tuple[Tensor | None, ...]:
         x, g, place = ctx.saved_tensors
-        by_x = _images(g, gw, place, ctx) if ctx.needs_input_grad[0] else None
+        by_x = _image_gradient(g, gw, place, ctx) if ctx.needs_input_grad[0] else None
         by_g = _Take.apply(x, gw, gb, place, ctx.precision) if ctx.needs_input_grad[1] else None
         return by_x, by_g, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, g: Tensor, place: Tensor, precision: str) -> Any:
-        (images,) = aligned(info, in_dims, x)
-        return _weigh(images, *aligned(info, in_dims[1:], g, place, axis=1), precision=precision), (0, 0)
-
-
-class _Gate(Function):
-    @staticmethod
-    def forward(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
-        let: Tensor = _kernels().gate(slope, x, low, high)
-        return let
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        slope, x, ctx.low, ctx.high = inputs
-        ctx.save_for_backward(slope, x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        slope, x = ctx.saved_tensors
-        return g.masked_fill(outward(slope, x, ctx.low, ctx.high), 0.0), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, slope: Tensor, x: Tensor, low: float, high: float) -> Any:
-        return _Gate.apply(*aligned(info, in_dims, slope, x), low, high), 0
-
-
-class _Mix(Function):
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        mixed: Tensor = _kernels().mix(z)
-        return mixed
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> None:  # noqa: ARG004
-        return None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, z: Tensor) -> Any:
-        # Applied, not launched: there may be a vmap around this one.
-        return _Mix.apply(*aligned(info, in_dims, z)), 0
-
-
-class _Normals(Function):
-    @staticmethod
-    def forward(keys: Tensor, count: int) -> Tensor:
-        drawn: Tensor = _kernels().normal(keys, count)
-        return drawn
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[None, None]:  # noqa: ARG004
-        return None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, keys: Tensor, count: int) -> Any:
-        return _Normals.apply(*aligned(info, in_dims, keys), count), 0
+        (images,) = device.aligned(info, in_dims, x)
+        return _weigh(images, *device.aligned(info, in_dims[1:], g, place, axis=1), precision=precision), (0, 0)

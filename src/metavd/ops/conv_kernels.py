@@ -1,10 +1,10 @@
-"""Triton kernels for a GPU. `fused` makes operators of them, with derivatives and rules for vmap.
+"""Triton kernels of convolution, bias, ReLU and pooling. `conv` makes operators of them.
 
 Images of many clients lie in memory as (B, H, W, C, O), the channels of a pixel side by side, client after client:
 what a grouped convolution reads without a copy. Sums are taken in a fixed order, without atomics, so results are the
 same in every run, and a client's do not depend on who is computed beside it.
 
-Shape letters: C clients, B images, H x W pixels, I input and O output channels, N rows of a dataset.
+Shape letters: C clients, B images, H x W pixels, I input and O output channels.
 
 `place` says which of the four pixels of a 2x2 window was taken, 0 to 3 in reading order, and 4 where the ReLU let
 nothing through.
@@ -127,44 +127,6 @@ def _taps(w, out, count, I, O, MODE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
 
-@kernel()
-def _lengths(slopes, sizes, out, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the squares of a lane's blocks of all of a client's entries."""
-    lane = tl.program_id(0)
-    client = tl.program_id(1).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(len(slopes)):
-        size = sizes[i]
-        for first in range(lane * BLOCK, size, LANES * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            value = tl.load(slopes[i] + client * size + at, mask=at < size, other=0.0)
-            total += value * value
-    tl.store(out + client * LANES + lane, tl.sum(total, 0))
-
-
-@kernel()
-def _descend(starts, slopes, ends, sizes, squares, moving, lr, limit, CLIP: tl.constexpr, SOME: tl.constexpr,
-             LANES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    lane = tl.program_id(0)
-    client = tl.program_id(1).to(tl.int64)
-    rate = lr
-    if CLIP:
-        norm = tl.sqrt(tl.sum(tl.load(squares + client * LANES + tl.arange(0, LANES)), 0))
-        scale = limit / (norm + 1e-6)
-        # A NaN must not pass for 1.
-        rate = tl.where(scale > 1.0, lr, lr * scale)
-    for i in tl.static_range(len(slopes)):
-        size = sizes[i]
-        for first in range(lane * BLOCK, size, LANES * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            here = at < size
-            slope = tl.load(slopes[i] + client * size + at, mask=here, other=0.0)
-            start = tl.load(starts[i] + client * size + at, mask=here, other=0.0)
-            if SOME:
-                here = at < tl.where(tl.load(moving + client) > 0, size, 0)
-            tl.store(ends[i] + client * size + at, start - rate * slope, mask=here)
-
-
 @kernel(do_not_specialize=["clients"])
 def _take(
     x, w, bias, given, y, place, windows, clients, sc, sb, sy, sx, si,
@@ -232,93 +194,6 @@ def _weigh(
     out = part * (O * I * 9) + outs[:, None] * (I * 9) + (ks % I * 9 + ks // I)[None, :]
     tl.store(gw + out, acc, mask=(ks < 9 * I)[None, :])
     tl.store(gb + part * O + outs, total)
-
-
-@triton.jit
-def _mix(z):
-    """SplitMix64's finaliser, as in `rng`."""
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)
-
-
-@triton.jit
-def inward(slope, position, low, high):
-    """The rule of `fused.outward`: nothing leads out of the bounds, or along them."""
-    return tl.where(tl.where(slope < 0, position >= high, position <= low), 0.0, slope)
-
-
-@kernel()
-def _gate(slope, x, out, low, high, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    value = tl.load(slope + at, mask=here, other=0.0)
-    position = tl.load(x + at, mask=here, other=0.0)
-    tl.store(out + at, inward(value, position, low, high), mask=here)
-
-
-@kernel()
-def _hash(z, out, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, _mix(tl.load(z + at, mask=at < count, other=0)), mask=at < count)
-
-
-@triton.jit
-def polar(key, pair):
-    """Box-Muller, as in `rng.normal`: pair i of a key hashes key + (i + 1) golden into a radius and an angle."""
-    z = _mix(key + (pair + 1) * -7046029254386353131)
-    radius = -2.0 * tl.log((((z >> 32) & 0xFFFFFFFF).to(tl.float32) + 1.0) * 2.3283064365386963e-10)
-    return tl.sqrt(tl.maximum(radius, 0.0)), (z & 0xFFFFFFFF).to(tl.float32) * 1.4629180792671596e-09
-
-
-@kernel()
-def _normal(keys, out, count, half, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    index = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    radius, angle = polar(tl.load(keys + row), index)
-    at = out + row * count + 2 * index
-    tl.store(at, radius * tl.cos(angle), mask=index < half)
-    tl.store(at + 1, radius * tl.sin(angle), mask=2 * index + 1 < count)
-
-
-@kernel()
-def _pull(number, sources, outs, sizes, BLOCK: tl.constexpr):
-    first = tl.load(number)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for i in tl.static_range(len(sources)):
-        here = at < sizes[i]
-        tl.store(outs[i] + at, tl.load(sources[i] + first * sizes[i] + at, mask=here, other=0), mask=here)
-
-
-@kernel()
-def _images(
-    x, y, rows, keys, mean, std, out, labels, scale, batch, pad,
-    CHANNELS: tl.constexpr, H: tl.constexpr, W: tl.constexpr, AUGMENT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One image a program: `augment.crop_and_flip`, then (value * scale - mean) / std; and its label."""
-    place = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, BLOCK)
-    here = e < CHANNELS * H * W
-    channel = e % CHANNELS
-    iy = e // CHANNELS // W
-    ix = e // CHANNELS % W
-    if AUGMENT:
-        key = tl.load(keys + place // batch)
-        first = (place % batch) * 3 + 1
-        down = ((_mix(key + first * -7046029254386353131) >> 32) & 0x7FFFFFFF) * (2 * pad + 1) >> 31
-        right = ((_mix(key + (first + 1) * -7046029254386353131) >> 32) & 0x7FFFFFFF) * (2 * pad + 1) >> 31
-        mirrored = _mix(key + (first + 2) * -7046029254386353131) < 0
-        ix = tl.where(mirrored, W - 1 - ix, ix)
-        iy += down.to(tl.int32) - pad
-        ix += right.to(tl.int32) - pad
-    inside = here & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
-    row = tl.load(rows + place)
-    value = tl.load(x + row * (CHANNELS * H * W) + (channel * H + iy) * W + ix, mask=inside, other=0).to(tl.float32)
-    minus = tl.load(mean + channel, mask=here, other=0.0)
-    over = tl.load(std + channel, mask=here, other=1.0)
-    value = (value * scale - minus) / over
-    tl.store(out + place * (CHANNELS * H * W) + e, value, mask=here)
-    tl.store(labels + place, tl.load(y + row))
 
 
 def _room(like: Tensor, flat: bool) -> Tensor:
@@ -395,33 +270,6 @@ def taps(weight: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
     return out if mode == TAPS else out.permute(0, 3, 1, 2)
 
 
-_LANES = 32
-"""Programs that share a client's parameters."""
-
-
-def descend(
-    starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None, here: Tensor | None = None, *,
-    in_place: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Take a clipped step of every client: entries (C, ...) of all kinds, one norm a client over all of them.
-
-    In place, clients may stay where they are: those whose number in `here` (C,) is 0.
-    """
-    clients = len(starts[0])
-    starts, slopes = ([value.contiguous() for value in values] for values in (starts, slopes))
-    ends = [value.detach() if in_place else torch.empty_like(value) for value in starts]
-    sizes = tuple(value.numel() // clients for value in starts)
-    grid = (_LANES, clients)
-    squares = torch.empty(clients, _LANES, dtype=torch.float32, device=starts[0].device)
-    if clip is not None:
-        _lengths[grid](tuple(slopes), sizes, squares, LANES=_LANES, BLOCK=_BLOCK)
-    _descend[grid](
-        tuple(starts), tuple(slopes), tuple(ends), sizes, squares, squares if here is None else here, lr, clip or 0.0,
-        CLIP=clip is not None, SOME=here is not None, LANES=_LANES, BLOCK=_BLOCK,
-    )  # fmt: skip
-    return ends
-
-
 MOST_COLUMNS = 64
 """Taps times channels that one narrow product may have: seven channels."""
 _TAKE = {"P": 64, "num_warps": 4, "num_stages": 3}
@@ -476,59 +324,3 @@ def weigh(x: Tensor, g: Tensor, place: Tensor, precision: str) -> tuple[Tensor, 
         CHUNK=_CHUNK, PRECISION=precision, **config,
     )  # fmt: skip
     return gw.sum(1), gb.sum(1)
-
-
-def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
-    """Return the slope where it does not lead x further out of its bounds, else 0."""
-    slope, x = slope.contiguous(), x.contiguous()
-    out = torch.empty_like(slope)
-    _gate[(triton.cdiv(out.numel(), _BLOCK),)](slope, x, out, low, high, out.numel(), BLOCK=_BLOCK)
-    return out
-
-
-def mix(z: Tensor) -> Tensor:
-    """Return `rng._mix` of every number."""
-    flat = z.contiguous()
-    out = torch.empty_like(flat)
-    if flat.numel():
-        _hash[(triton.cdiv(flat.numel(), 256),)](flat, out, flat.numel(), BLOCK=256)
-    return out
-
-
-def normal(keys: Tensor, count: int) -> Tensor:
-    """Return `count` float32 standard normals a key, those of `rng.normal` to rounding: (*keys.shape, count)."""
-    flat = keys.reshape(-1).contiguous()
-    out = torch.empty(len(flat), count, dtype=torch.float32, device=keys.device)
-    half = (count + 1) // 2
-    if len(flat):
-        # A grid has room for few blocks in its second direction: those of one key.
-        _normal[(len(flat), triton.cdiv(half, 1024))](flat, out, count, half, BLOCK=1024)
-    return out.reshape(*keys.shape, count)
-
-
-def images(
-    x: Tensor, y: Tensor, rows: Tensor, keys: Tensor | None, look: tuple[float, Tensor, Tensor], pad: int
-) -> tuple[Tensor, Tensor]:
-    """Return rows (..., B) of x (N, c, H, W) as a network sees them, (..., B, c, H, W), channels last in memory.
-
-    And their labels, of y (N,). With keys (...), one a batch, images are cropped and mirrored. `look` is the scale, and
-    mean and deviation (c,).
-    """
-    scale, mean, std = look
-    _, channels, H, W = x.shape
-    out = torch.empty(*rows.shape, H, W, channels, dtype=torch.float32, device=x.device)
-    labels = torch.empty(rows.shape, dtype=y.dtype, device=x.device)
-    rows = rows.contiguous()
-    _images[(rows.numel(),)](
-        x, y, rows, rows if keys is None else keys.contiguous(), mean, std, out, labels, scale, rows.shape[-1], pad,
-        CHANNELS=channels, H=H, W=W, AUGMENT=keys is not None, BLOCK=triton.next_power_of_2(channels * H * W),
-    )  # fmt: skip
-    return out.movedim(-1, -3), labels
-
-
-def pull(values: list[Tensor], number: Tensor) -> list[Tensor]:
-    """Return values[i][number] of contiguous tensors, where the number (1,) is known to the device alone."""
-    outs = [value.new_empty(value.shape[1:]) for value in values]
-    sizes = tuple(out.numel() for out in outs)
-    _pull[(triton.cdiv(max(sizes), _BLOCK),)](number, tuple(values), tuple(outs), sizes, BLOCK=_BLOCK)
-    return outs

@@ -1,42 +1,24 @@
-"""The GPU's operators against PyTorch's own: values, first and second derivatives, alone and under vmap.
-
-Where there is no GPU, Triton's interpreter runs the same kernels, block by block, on the CPU.
-"""
+"""Convolution, bias, ReLU and pooling: kernels against PyTorch's own, to second order, alone and under vmap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
 
-pytest.importorskip("triton")
-
 from metavd.core import rng
-from metavd.core.model import from_module
-from metavd.core.variational import inward
-from metavd.data.augment import PAD, crop_and_flip
-from metavd.models.cnn import cnn
-from metavd.ops import fused, kernels, launch
+from metavd.core.model import cnn, from_module
+from metavd.ops import conv
+from metavd.ops.precision import BF16, EXACT
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 C, B, SIDE, FILTERS = 2, 3, 4, 16
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks, so that a test has several of them and edges within; and the interpreter counts as a GPU."""
-    monkeypatch.setattr(kernels, "_CHUNK", 32)
-    monkeypatch.setattr(kernels, "_BLOCK", 256)
-    monkeypatch.setattr(kernels, "_GET", {"ROWS": 2, "BLOCK": 8})
-    monkeypatch.setattr(kernels, "_PUT", {"CHUNK": 4, "ROWS": 2, "BLOCK": 8})
-    for name in ("_TAKE", "_WEIGH", "_FLOAT_TAKE", "_FLOAT_WEIGH"):
-        monkeypatch.setattr(kernels, name, {"P": 16})
-    monkeypatch.setattr(fused, "poolable", lambda x: x.dtype != torch.float64 and x.shape[-1] % 2 == 0)
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -49,7 +31,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # The last block of a network is laid out for a linear layer.
-    return fused.block(x, weight, bias, fused.EXACT, flat=x.shape[-1] < SIDE)
+    return conv.conv_relu_pool(x, weight, bias, EXACT, flat=x.shape[-1] < SIDE)
 
 
 def parameters(channels: int) -> dict[str, Tensor]:
@@ -85,7 +67,7 @@ def test_gradients_of_many_clients(
     monkeypatch: pytest.MonkeyPatch, function: Callable[..., Callable[..., Tensor]], channels: int, most: int
 ) -> None:
     """Parity: gradients of two blocks, few and many input channels, first and second order, under vmap."""
-    monkeypatch.setattr(fused, "MOST_GROUPED", most)
+    monkeypatch.setattr(conv, "MOST_GROUPED", most)
     given, x = parameters(channels), normal(C, B, channels, SIDE, SIDE)
     expected, found = (vmap(grad(function(block)))(given, x) for block in (plain, ours))
     for name, value in expected.items():
@@ -112,11 +94,11 @@ def test_gradients_of_one_client_by_everything(channels: int) -> None:
 def test_bfloat16_is_close() -> None:
     """Closed form: eight bits of mantissa, sums in float32; gradients of weights keep the weights' type."""
     given, x = parameters(3), normal(C, B, 3, SIDE, SIDE)
-    block = vmap(lambda x, w, b: fused.block(x, w, b, fused.BF16))
+    block = vmap(lambda x, w, b: conv.conv_relu_pool(x, w, b, BF16))
     out = block(x, given["w1"], given["b1"])
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), vmap(plain)(x, given["w1"], given["b1"]), rtol=0.05, atol=0.05)
-    slope = vmap(grad(loss(lambda x, w, b: fused.block(x, w, b, fused.BF16))))(given, x)
+    slope = vmap(grad(loss(lambda x, w, b: conv.conv_relu_pool(x, w, b, BF16))))(given, x)
     assert all(value.dtype == torch.float32 for value in slope.values())
     exact = vmap(grad(loss(plain)))(given, x)
     error = torch.cat([(slope[name] - exact[name]).flatten() for name in exact]).norm()
@@ -147,72 +129,10 @@ def test_a_network_computes_the_same_with_blocks(monkeypatch: pytest.MonkeyPatch
     model = from_module(module)
     params = model.init(rng.key(0, DEVICE))
     calls = []
-    block = fused.block
-    monkeypatch.setattr(fused, "block", lambda *arguments, **more: calls.append(1) or block(*arguments, **more))
+    pick, pool = conv._Block.apply, conv._Pool.apply
+    monkeypatch.setattr(conv._Block, "apply", lambda *arguments: calls.append("few channels") or pick(*arguments))
+    monkeypatch.setattr(conv._Pool, "apply", lambda *arguments: calls.append("many") or pool(*arguments))
     torch.testing.assert_close(model.apply(params, x, None)[0], module(x), rtol=1e-5, atol=1e-5)
-    assert len(calls) == 3
+    assert calls == ["few channels", "many", "many"]
     features = module[:-1](x)
     torch.testing.assert_close(model.features(params, x), features, rtol=1e-5, atol=1e-5)
-
-
-def test_random_numbers_are_those_of_rng() -> None:
-    """Parity: hashes to the bit, normal numbers to rounding, also under two vmaps."""
-    keys = rng.split(rng.split(rng.key(3), 4), 3)
-    expected = rng.normal(keys, [7], torch.float64)
-    found = vmap(vmap(lambda key: fused.normals(key, 7)))(keys.to(DEVICE))
-    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-4, atol=1e-6)
-    mixed = vmap(vmap(fused.mix))(keys.to(DEVICE))
-    assert torch.equal(mixed.cpu(), rng._mix(keys))
-
-
-def test_gate_is_the_gradient_of_the_inward_clamp() -> None:
-    """Parity: outside the bounds, and on them, only what leads back inside passes."""
-    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0] * 2, device=DEVICE)
-    slope = torch.tensor([1.0] * 5 + [-1.0] * 5, device=DEVICE)
-    expected = grad(lambda x: (inward(x, -1.0, 1.0) * slope.double()).sum())(x.double())
-    assert torch.equal(fused.gate(slope, x, -1.0, 1.0).double(), expected)
-
-
-@pytest.mark.parametrize("augmented", [False, True])
-def test_images_are_cropped_mirrored_and_normalised(augmented: bool) -> None:
-    """Parity with `crop_and_flip` and (x scale - mean) / std, to the last bit of float32."""
-    x = torch.from_numpy(np.random.RandomState(0).randint(0, 256, (20, 3, 8, 8)).astype(np.uint8)).to(DEVICE)
-    rows = torch.arange(12, device=DEVICE).reshape(2, 2, 3) + 5
-    keys = rng.split(rng.split(rng.key(1, DEVICE), 2), 2)
-    mean, std = torch.tensor([0.4, 0.5, 0.6], device=DEVICE), torch.tensor([0.2, 0.3, 0.4], device=DEVICE)
-    y = torch.arange(20, device=DEVICE) % 7
-    found, labels = fused.images(x, y, rows, keys if augmented else None, (1 / 255, mean, std), PAD)
-    assert torch.equal(labels, y[rows])
-    for i in range(2):
-        for j in range(2):
-            raw = crop_and_flip(x[rows[i, j]], keys[i, j]) if augmented else x[rows[i, j]]
-            expected = (raw.float() * (1 / 255) - mean[:, None, None]) / std[:, None, None]
-            torch.testing.assert_close(found[i, j], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_rehearsal_notes_every_kernel_and_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law: what is compiled before a step is what the step launches; memory that no kernel filled is 0."""
-    model = from_module(cnn((3, 8, 8), 5, 16).to(DEVICE))
-    params = {name: value.expand(C, *value.shape) for name, value in model.init(rng.key(0, DEVICE)).items()}
-    x, y = normal(C, B, 3, 8, 8), torch.arange(B, device=DEVICE).expand(C, B)
-    compiled, launched, labels = [], [], []
-    monkeypatch.setattr(launch.Kernel, "_compile", lambda self, *_: compiled.append(self._jit.__name__))
-    plain = launch.Kernel.__getitem__
-
-    def noting(self: launch.Kernel, grid: tuple[int, ...]) -> Callable[..., None]:
-        launched.append(self._jit.__name__)
-        return plain(self, grid)
-
-    def loss(own: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(model.apply(own, x, None)[0], y)
-
-    def step() -> None:
-        labels.append(torch.empty(C, B, dtype=torch.int64, device=DEVICE))
-        vmap(grad(loss))(params, x, y)
-
-    launch.rehearse(step)
-    assert not labels[0].any()
-    monkeypatch.setattr(launch.Kernel, "__getitem__", noting)
-    step()
-    assert len(set(launched)) > 3
-    assert sorted(compiled) == sorted(launched)

@@ -1,9 +1,15 @@
-"""Crops and flips against a plain loop over images."""
+"""Crops and flips against a plain loop over images; the kernel of a dataset's rows against its reference."""
 
+from collections.abc import Callable
+
+import numpy as np
+import pytest
 import torch
 
 from metavd.core import rng
-from metavd.data.augment import crop_and_flip
+from metavd.ops.images import batches, crop_and_flip
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def plain(image, dy, dx, mirrored, pad):
@@ -61,3 +67,27 @@ def test_seeded():
     images = torch.rand(8, 3, 32, 32)
     assert torch.equal(crop_and_flip(images, rng.key(1)), crop_and_flip(images, rng.key(1)))
     assert not torch.equal(crop_and_flip(images, rng.key(1)), crop_and_flip(images, rng.key(2)))
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_the_kernel_crops_mirrors_and_normalises(augmented: bool, kernels: Callable[[bool], None]):
+    """Parity with one batch after another, `crop_and_flip` and (x scale - mean) / std, to the last bit of float32."""
+    x = torch.from_numpy(np.random.RandomState(0).randint(0, 256, (20, 3, 8, 8)).astype(np.uint8)).to(DEVICE)
+    rows = torch.arange(12, device=DEVICE).reshape(2, 2, 3) + 5
+    keys = rng.split(rng.split(rng.key(1, DEVICE), 2), 2) if augmented else None
+    mean, std = torch.tensor([0.4, 0.5, 0.6], device=DEVICE), torch.tensor([0.2, 0.3, 0.4], device=DEVICE)
+    y = torch.arange(20, device=DEVICE) % 7
+
+    def each(rows, key):
+        raw = x[rows] if key is None else crop_and_flip(x[rows], key)
+        return (raw.float() * (1 / 255) - mean[:, None, None]) / std[:, None, None]
+
+    found, labels = batches(x, y, rows, keys, (1 / 255, mean, std), each)
+    kernels(False)
+    expected, wanted = batches(x, y, rows, keys, (1 / 255, mean, std), each)
+    assert torch.equal(labels, wanted)
+    assert torch.equal(labels, y[rows])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for i in range(2):
+        for j in range(2):
+            assert torch.equal(expected[i, j], each(rows[i, j], None if keys is None else keys[i, j]))

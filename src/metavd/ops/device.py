@@ -1,0 +1,70 @@
+"""Whether kernels of our own compute an operator, and what all operators with a kernel share.
+
+An operator is a function of one client. Where `has_kernels` says so, and types and shapes are those that its kernels
+take, it launches them; elsewhere it computes its reference in PyTorch's operators. Nobody else asks which one ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def ready() -> bool:
+    """Whether kernels of our own can run here: a GPU, Triton, and the C compiler that it needs."""
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    try:
+        from . import hashing_kernels  # noqa: PLC0415  Triton need not be installed
+
+        hashing_kernels.normal(torch.zeros(1, dtype=torch.int64, device="cuda"), 1)
+    except Exception:  # whatever keeps Triton from compiling: PyTorch's own operators are always there
+        return False
+    return True
+
+
+def has_kernels(*values: Tensor) -> bool:
+    """Whether kernels can compute with these tensors: all of them lie on a GPU, and kernels run there."""
+    return all(value.is_cuda for value in values) and ready()
+
+
+def has_float_kernels(*values: Tensor) -> bool:
+    """Whether kernels that know float32 alone can compute with these tensors."""
+    return all(value.dtype == torch.float32 for value in values) and has_kernels(*values)
+
+
+def rehearse(function: Callable[[], Any]) -> None:
+    """Call a function to compile its kernels side by side; what it computes is nonsense, and the caller's to undo."""
+    if ready():
+        from .launch import rehearse  # noqa: PLC0415  Triton need not be installed
+
+        rehearse(function)
+
+
+def aligned(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: int = 0) -> list[Tensor]:
+    """Bring the client axis of every argument to one place; what clients share is repeated."""
+    return [
+        value.unsqueeze(axis).expand(*value.shape[:axis], info.batch_size, *value.shape[axis:])
+        if dim is None
+        else value.movedim(dim, axis)
+        for value, dim in zip(values, in_dims, strict=False)
+    ]
+
+
+def one_client(*values: Any) -> list[Any]:
+    """Give tensors of one client an axis of clients."""
+    return [value[None].contiguous() if isinstance(value, Tensor) else value for value in values]
+
+
+def all_clients(info: Any, in_dims: Any, *values: Any) -> list[Any]:
+    """Bring the client axis of all tensors to the front; what clients share is repeated, what is no tensor stays."""
+    return [
+        aligned(info, (dim,), value)[0].contiguous() if isinstance(value, Tensor) else value
+        for dim, value in zip(in_dims, values, strict=True)
+    ]
