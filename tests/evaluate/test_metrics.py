@@ -242,6 +242,10 @@ def test_released_summary_takes_batch_means():
     told = summarize([result(0, 1, 100, 50)], released=True)
     assert told["accuracy"] == 0.5
     assert told["accuracy_pooled"] == pytest.approx(2 / 3)
+    both = [result(0, 1, 100, 50), result(1, 1, 130, 20)]
+    plain, batches = (summarize(both, released=released)["intervals"] for released in (False, True))
+    assert batches["accuracy_pooled"] == plain["accuracy_pooled"]
+    assert batches["accuracy_uniform"] != plain["accuracy_uniform"]
 
 
 def test_a_client_s_own_figures():

@@ -32,7 +32,7 @@ MEASURES: dict[str, Column] = {
     "ece": _get("ece_flat").column("unseen")._replace(title="ECE %"),
     "mce": _get("mce_flat").column("unseen")._replace(title="MCE %"),
     "sparsity": SPARSITY,
-    "classes": Column("classes a client", ("classes", "mean")),
+    "classes": Column("classes per client", ("classes", "mean")),
 }
 """What the paper's figures measure, and where ours stand in a result. Accuracy is the clients' mean weighted by their
 training rows, the gap unseen less test; calibration is over all class probabilities in ten bins, on unseen clients;
