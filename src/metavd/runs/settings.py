@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from .. import methods
+from ..ops import fused
 from ..core import rng
 from ..data import formats, partition
 from ..data.cohort import probabilities
-from ..ops import fused
 
 MODELS = ("auto", "cnn", "small-cnn", "mlp")
 DOMAINS = ("mixed", "separate")
