@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import pickle
 import tarfile
@@ -161,6 +162,18 @@ def test_archives_that_nobody_should_trust(*, make, rng, tmp_path, add, message)
         add(archive)
     with pytest.raises(FileError, match=message):
         load("cifar10", tmp_path / "cifar-10-binary.tar", subset=True)
+
+
+def test_checksum_at_the_very_end(make, rng, tmp_path):
+    """Gzip's checksum is compared although the members end long before it."""
+    made = make.cifar(tmp_path, rng, kind=10, version="binary", packed="tar")
+    whole = gzip.compress(made.files[0].read_bytes() + bytes(3 << 20))
+    path = made.files[0].with_suffix(".tar.gz")
+    path.write_bytes(whole)
+    assert len(load("cifar10", path, subset=True).y) == 36
+    path.write_bytes(whole[:-8] + bytes(4) + whole[-4:])
+    with pytest.raises(FileError, match="gzip's checksum is damaged"):
+        load("cifar10", path, subset=True)
 
 
 def test_member_that_is_too_large(make, rng, tmp_path, monkeypatch):
