@@ -111,6 +111,11 @@ def test_safetensors_reads_it(tmp_path):
     same({name: found[name] for name in held}, held)
     with safetensors.safe_open(path, framework="pt") as file:
         words = file.metadata()
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for name, value in held.items():
+        assert header[name]["data_offsets"][0] % value.itemsize == 0, "a mapped tensor is aligned"
+    assert int.from_bytes(data[:8], "little") % 8 == 0
     assert words.pop("sha256")
     assert words == {"format": "metavd note", "version": "3", "by": "me"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -131,6 +132,19 @@ def test_damaged_copy_is_noted_and_replaced(make, rng, tmp_path, name, how):
     assert len(notes) == 1
     assert "damaged" in notes[0]
     equal(right, load("npz", made.files[0], cache=kept, note=quiet))
+
+
+def test_changed_number_is_noted(make, rng, tmp_path):
+    """Numbers that normalise the rows are under a checksum as the rows are."""
+    made = make.npz(tmp_path, rng)
+    kept = tmp_path / "cache"
+    right = load_npz(made.files[0], cache=kept)
+    (path,) = kept.glob(f"*/{module.ABOUT}")
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps(about | {"scale": 2 * about["scale"]}))
+    notes = []
+    equal(right, load_npz(made.files[0], cache=kept, note=notes.append))
+    assert "the checksum of source.json is wrong" in notes[0]
 
 
 @pytest.mark.parametrize("gone", ["x.npy", module.ABOUT])
