@@ -128,9 +128,9 @@ def test_rounds_ahead_are_the_same_rounds() -> None:
     experiment = Experiment(method="reptile+metavd", options={"batch": 16, "local_epochs": 1}, **_without(PICTURES))
     setup = prepare(experiment, pictures())
     states = [state for state, _ in rounds_of(setup, start(setup))]
-    one, alone = start(setup), transport(setup)._replace(ahead=0)
+    one, alone, update = start(setup), transport(setup)._replace(ahead=0), server_update(setup)
     for done, ahead in enumerate(states):
-        ((one, _),) = rounds(server_update(setup), alone, one, done + 1)
+        ((one, _),) = rounds(update, alone, one, done + 1)
         assert state_hash(one) == state_hash(ahead)
 
 

@@ -5,12 +5,17 @@ A GPU replays them as CUDA graphs (tests/test_cuda.py); here the same functions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import metavd
 from metavd import methods
+from metavd.core.types import Batch, Local, Move
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
 from metavd.engine.cohorts import simulate
@@ -20,8 +25,10 @@ from metavd.engine.schedule.capture import _stored
 from metavd.engine.schedule.graph import stepwise
 from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.table import table, tabled
-from metavd.engine.schedule.vmap import all_at_once, whole_turns
+from metavd.engine.schedule.threads import threads
+from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
 from metavd.runs.run import Experiment, Setup, prepare, start
+from metavd.tree import Params
 
 CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
 
@@ -64,6 +71,42 @@ def test_the_same_as_the_loop(method: str) -> None:
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(others, losses, rtol=1e-12, atol=1e-12)
+
+
+def phased(local: Local) -> Local:
+    """Train the output layer in even steps and the rest in odd ones, and write a bias outright."""
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
+        move, loss = local.step(params, batches, received, index)
+        even = (index % 2 == 0).to(loss.dtype)
+        slope = {name: value * (even if name.startswith("fc2") else 1.0 - even) for name, value in move.slope.items()}
+        bias = slope.pop("fc2.bias")
+        return Move(slope, {"fc2.bias": params["fc2.bias"] - 0.01 * index * bias}), loss
+
+    def final(params: Params) -> Params:
+        return params | {"fc1.bias": params["fc1.bias"] + 1.0}
+
+    return replace(
+        local, step=step, init=lambda received: received | {"fc0.bias": received["fc0.bias"] + 1.0}, final=final
+    )
+
+
+@pytest.mark.parametrize("method", ["fedavg", "maml"])
+def test_steps_have_the_same_numbers_under_every_schedule(method: str) -> None:
+    """Parity: a stage whose steps depend on their number, with a beginning and an end, in a ragged cohort."""
+    setup = setup_of(method)
+    algorithm = replace(setup.algorithm, local=phased(setup.algorithm.local))
+    state = start(setup)
+    cohort = choose(state.key, 0, 8, 5)
+    with torch.no_grad():
+        wanted = loop.train(algorithm, setup.pool, state, cohort)
+        plain = loop.train(setup.algorithm, setup.pool, state, cohort)
+        for schedule in (threads(2), vmap(), vmap(2), steps_in_buffers()):
+            found = schedule.train(algorithm, setup.pool, state, cohort)
+            for name, value in wanted.adapted.items():
+                torch.testing.assert_close(found.adapted[name], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-12, atol=1e-12)
+    assert (wanted.adapted["fc2.weight"] - plain.adapted["fc2.weight"]).abs().max() > 1e-4
 
 
 def test_a_client_that_is_done_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
