@@ -10,10 +10,11 @@ import torch
 
 import metavd
 from metavd.core import rng
-from metavd.core.model import from_module, mlp
+from metavd.core.model import from_module
 from metavd.data.source import Source, digits
 from metavd.engine.task import client_task, network, task
-from metavd.methods import MethodError
+from metavd.errors import SpecError
+from metavd.models.mlp import mlp
 from metavd.runs.settings import Experiment, resolve
 
 
@@ -40,7 +41,7 @@ def test_nobody_else_builds_an_algorithm() -> None:
 
 def test_only_who_updates_the_server_needs_its_rows(takes: Source) -> None:
     """FedBE distils on rows of the server: its server cannot do without, its clients and models in use can."""
-    with pytest.raises(MethodError, match="unlabelled rows on the server"):
+    with pytest.raises(SpecError, match="unlabelled rows on the server"):
         task(spec("fedbe"), takes)
     built = client_task(spec("fedbe"), takes)
     with torch.no_grad():

@@ -11,7 +11,8 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from metavd.core import rng
-from metavd.core.model import cnn, from_module
+from metavd.core.model import from_module
+from metavd.models.cnn import cnn
 from metavd.ops import conv
 from metavd.ops.precision import BF16, EXACT
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 from metavd.core import rng
-from metavd.core.model import cnn, from_module
+from metavd.core.model import from_module
+from metavd.models.cnn import cnn
 from metavd.ops import launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,8 @@ import pytest
 from metavd import methods
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
-from metavd.runs.run import InterruptedRun, run
+from metavd.engine.rounds import InterruptedRun
+from metavd.runs.run import run
 from metavd.runs.store import StoreError
 from metavd.studies.lines import identity, read
 from metavd.studies.many import carry_out, taken

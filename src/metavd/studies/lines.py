@@ -68,7 +68,7 @@ def read(path: str | Path, scope: str = "", note: Callable[[str], None] | None =
             line = json.loads(row)
             whole = line["scope"] == scope and ("failed" in line) != ("result" in line) and bool(line["settings"])
             name = identity(line["settings"], scope) if whole else ""
-        except (ValueError, TypeError, KeyError, AttributeError):  # a MethodError is a ValueError
+        except (ValueError, TypeError, KeyError, AttributeError):  # a UserError is a ValueError
             name = ""
         if name:
             lines[name] = line

@@ -138,12 +138,12 @@ def test_changed_number_is_noted(make, rng, tmp_path):
     """Numbers that normalise the rows are under a checksum as the rows are."""
     made = make.npz(tmp_path, rng)
     kept = tmp_path / "cache"
-    right = load_npz(made.files[0], cache=kept)
+    right = load("npz", made.files[0], cache=kept)
     (path,) = kept.glob(f"*/{module.ABOUT}")
     about = json.loads(path.read_text())
     path.write_text(json.dumps(about | {"scale": 2 * about["scale"]}))
     notes = []
-    equal(right, load_npz(made.files[0], cache=kept, note=notes.append))
+    equal(right, load("npz", made.files[0], cache=kept, note=notes.append))
     assert "the checksum of source.json is wrong" in notes[0]
 
 
