@@ -13,7 +13,7 @@ import pytest
 from metavd.flower.warm import patient
 
 FORK = """
-parent = os.getpid()
+starter = os.getpid()
 if os.fork() == 0:
     {how}
     child()
@@ -24,7 +24,7 @@ warm.ForkExecutor().launch(None)
 """
 PARENT = """
 import os, time
-from metavd.flower import warm
+from metavd.flower import parent, warm
 def child():
     print(os.getpid(), flush=True)
     time.sleep(300)
@@ -43,7 +43,7 @@ def state(pid: int) -> str:
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
 @pytest.mark.parametrize(
-    "start", [FORK.format(how="warm.die_with(parent)"), FORK.format(how="warm.watch_parent()"), LAUNCH],
+    "start", [FORK.format(how="parent.die_with(starter)"), FORK.format(how="parent.watch_parent()"), LAUNCH],
     ids=["die_with", "watch_parent", "launch"],
 )  # fmt: skip
 def test_a_process_ends_with_its_parent(start: str) -> None:
@@ -62,7 +62,7 @@ def test_a_process_ends_with_its_parent(start: str) -> None:
 
 def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     """The system tells only of what happens after it was asked."""
-    code = "import os; from metavd.flower import warm; warm.die_with(os.getppid() + 1); print('alive')"
+    code = "import os; from metavd.flower import parent; parent.die_with(os.getppid() + 1); print('alive')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (found.returncode, found.stdout) == (1, "")
 

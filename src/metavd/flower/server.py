@@ -55,7 +55,7 @@ from . import compat, figures, registry, site
 from .config import FederationError, Plan, experiment_of, plan
 from .fleet import Fleet, exchange
 from .message import Order, payload, read_reply, spec, write_order
-from .warm import watch_parent
+from .parent import watch_parent
 
 app = ServerApp()
 _LOG = logging.getLogger("flwr")

@@ -12,10 +12,8 @@ with it, so that nobody is left who writes to a run's folder.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import compat
+from .parent import die_with
 
 POLL = "METAVD_POLL"
 """Environment variable: seconds between two looks for messages."""
@@ -35,41 +34,7 @@ _RETRY = 5
 """Seconds, at most, between two tries to reach the SuperLink."""
 _PATIENCE = 60.0
 """Seconds that a node tries to be let in."""
-_LOOK = 0.2
-"""Seconds between two looks whether the parent process is there."""
 _LOG = logging.getLogger("flwr")
-
-
-# --- processes that end with their parent ----------------------------------------------------------------------------
-
-
-def die_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends, however that ends; only Linux can.
-
-    The system watches the parent's thread that has started this process, so that thread has to stay.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
-
-
-def watch_parent() -> None:
-    """End this process soon after its parent, also on systems and under executors that do not kill it.
-
-    Flower watches too, but it asks whether a process with that id exists, which a dead one does until it is waited
-    for, and then only interrupts the main thread, which may sit in a long wait.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK)
-        _LOG.error("the process that started this one is gone (%d), so this one ends; run again to go on", parent)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # --- the executor ----------------------------------------------------------------------------------------------------
