@@ -765,7 +765,8 @@ def test_module_and_script_give_the_exit_status() -> None:
 def test_interrupted_while_torch_is_loaded(tmp_path: Path, program: list[str]) -> None:
     """Ctrl-C in the seconds before a run begins: exit status 1 and one line, as at any other time."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, *program, "run", "fedavg", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     refused(SimpleNamespace(status=done.returncode, out=done.stdout, err=done.stderr), ["stopped"], status=1)

@@ -294,7 +294,7 @@ def test_spelling_is_canonical(name: str, canonical: str) -> None:
         ("metavd", ["unknown method 'metavd'"]),
         ("fedbe+metavd", ["fedavg, reptile, maml, perfedavg"]),
         ("pfedgp+vd", ["fedavg, reptile, maml, perfedavg"]),
-        ("reptile+ft", ["+ft", "already has", "fedavg"]),
+        ("reptile+ft", ["+ft", "already have", "fedavg"]),
         ("maml+ft", ["+ft", "fedavg"]),
         ("fedbe+ft", ["+ft", "fedavg"]),
         ("pfedgp+ft", ["+ft", "fedavg"]),

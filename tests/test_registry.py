@@ -103,6 +103,15 @@ def test_a_broken_package_is_named_in_one_sentence(theirs: Path) -> None:
     assert (ours.returncode, ours.stderr) == (0, ""), "one of ours needs no package"
 
 
+def test_a_package_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    """What it registered before it failed cannot be relied on."""
+    text = METHOD + "raise OSError('and no further')"
+    install(tmp_path, "half", {"half_way": text}, "[metavd.methods]\nh = half_way\n")
+    listed = metavd(tmp_path, "methods", "--json")
+    assert "which fails: OSError: and no further" in listed.stderr
+    assert not [each["name"] for each in json.loads(listed.stdout) if "half" in each["name"]]
+
+
 def test_a_package_cannot_take_a_name_of_ours(theirs: Path) -> None:
     install(theirs, "thief", {"thief": METHOD.replace('"half"', '"metavd"')}, "[metavd.methods]\nt = thief\n")
     listed = metavd(theirs, "methods")

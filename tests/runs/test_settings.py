@@ -186,6 +186,7 @@ def test_hash_names_what_is_computed() -> None:
         ({"rounds": float("nan")}, ["rounds is nan", "a whole number"]),
         ({"rounds": 0}, ["rounds is 0", "between 1 and"]),
         ({"cohort": -2}, ["cohort is -2", "between 1 and"]),
+        ({"cohort": 0}, ["cohort is 0", "between 1 and"]),
         ({"unseen": -1}, ["unseen is -1", "between 0 and"]),
         ({"seed": 2**32}, [f"seed is {2**32}", "between 0 and"]),
         ({"valid": 0.95}, ["valid is 0.95", "and 0.9"]),

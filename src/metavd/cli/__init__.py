@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -27,8 +28,21 @@ from .tune import tune_command
 from .use import export_command, personalize_command, predict_command
 
 
+class _Commands(click.Group):
+    """Commands of which each may be stopped by hand while it still imports; click would print an empty line first."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise FailedError("stopped") from None
+
+
 @click.group(
-    invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(VERSION, prog_name="metavd")
 @click.pass_context
