@@ -164,7 +164,7 @@ class Local:
     def land(self, params: Params, move: Move) -> Params:
         """End a step: return the changed parameters."""
         if not move.slope:
-            return params | move.put
+            return params | move.put if move.put else params
         start = {name: params[name] for name in move.slope}
         return params | descend(start, move.slope, self.lr, self.clip) | move.put
 
