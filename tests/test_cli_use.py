@@ -130,7 +130,7 @@ def test_export_writes_the_model_and_its_card(metavd: Metavd, trained: Path) -> 
         (["personalize", "RUN", "--data", "nonsense"], "There is no dataset 'nonsense'"),
         (["predict", "RUN", "--data", "digits", "--out", "a.txt"], "must end in .csv or .parquet"),
         (["predict", "RUN", "--data", "digits", "--out", "no/a.csv"], "a folder that does not exist"),
-        (["predict", "RUN", "--data", "digits", "--samples", "0"], "option samples is 0, but must be at least 1"),
+        (["predict", "RUN", "--data", "digits", "--samples", "0"], "samples is 0, but must be at least 1"),
         (["predict", "RUN", "--data", "digits", "--top", "11"], "top is 11, but must lie between 1 and the 10 classes"),
         (["predict", "RUN", "--data", "digits", "--device", "cuda:99"], "device is"),
         (["export", "RUN", "--out", "m.bin"], "must end in .safetensors or .onnx"),

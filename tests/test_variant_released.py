@@ -440,7 +440,7 @@ def test_released_fedavg_ignores_the_masks(build, make_batch):
         assert (sent["fc1.weight"] == 0).all()
         batch = make_batch(8, round=50.0)
         back = tree.stack([algorithm.local(tree.unstack(sent, i), [batch])[0] for i in range(2)])
-        new = algorithm.server.update(state, Update(COHORT, back, SIZES)).params["fc1.weight"]
+        new = algorithm.server.update(state, Update(COHORT, back, SIZES, sent)).params["fc1.weight"]
         regrown = aggregate.precision(algorithm.noise)(back, SIZES / SIZES.sum())["fc1.weight"][0]
         assert_close(new, regrown if overwritten else state.params["fc1.weight"], rtol=0, atol=1e-12)
         assert (regrown != 0).any()

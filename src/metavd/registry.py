@@ -49,6 +49,10 @@ class Registry(Mapping[str, T], Generic[T]):
             self._asked_us = True
             for module in self.ours:
                 import_module(module)
+            # In our order, whoever imported one of our modules first.
+            place = {module: number for number, module in enumerate(self.ours)}
+            order = sorted(self._found, key=lambda name: place.get(self._homes[name], len(place)))
+            self._found = {name: self._found[name] for name in order}
         return self._found
 
     def all(self) -> Mapping[str, T]:

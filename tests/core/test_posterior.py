@@ -294,6 +294,7 @@ OUTSIDE = '''
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
+from metavd.core.posterior import POSTERIORS
 
 @dataclass(frozen=True)
 class Crossed:
@@ -315,13 +316,16 @@ class Crossed:
     def kl(self, params, *, mean=True):
         terms = torch.stack([params[f"{l}.{e}"].mean() for l in self.layers for e in ("rows", "columns")])
         return -0.01 * terms.sum()
+
+POSTERIORS.add("crossed", Crossed, __name__)
 '''
 
 RUN = """
 import sys, metavd
 from metavd.core import posterior
 from metavd.serve.export import plain_weights
-assert posterior.added() == ("crossed",) and "outside" not in sys.modules
+from metavd import methods
+assert "crossed" in methods.options_of("fedavg+vd")["spread"].allowed and "outside" not in sys.modules
 common = dict(spread="crossed", clients=6, unseen=2, cohort=3, rounds=2, width=8, local_epochs=1)
 for method in ("maml+vd", "reptile+ensemblevd", "reptile+metavd"):
     result = metavd.run(method=method, out=f"{sys.argv[1]}/{method}", **common)
@@ -341,7 +345,7 @@ def test_a_posterior_of_another_package(tmp_path):
     (tmp_path / "outside.py").write_text(OUTSIDE)
     about = tmp_path / "outside-1.dist-info"
     about.mkdir()
-    (about / "entry_points.txt").write_text("[metavd.posteriors]\ncrossed = outside:Crossed\n")
+    (about / "entry_points.txt").write_text("[metavd.posteriors]\ncrossed = outside\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", RUN, tmp_path], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,

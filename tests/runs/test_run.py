@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import metavd
+from metavd.container import load
 from metavd.core.types import NonFiniteError
 from metavd.data.partition import PartitionError
 from metavd.data.source import Source, arrays
-from metavd.engine.checkpoint import load_checkpoint, state_hash
+from metavd.engine.checkpoint import CHECKPOINT, load_checkpoint, state_hash
 from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.errors import SpecError
 from metavd.models import module_for
@@ -153,8 +154,12 @@ def test_crash_and_resume(tmp_path: Path, at: int, every: int) -> None:
 def test_a_checkpoint_names_its_run(tmp_path: Path) -> None:
     """Its spec, its seed and its round stand beside the state."""
     result = run(out=tmp_path / "run", **TINY | {"seed": 5})
-    _, extra = load_checkpoint(tmp_path / "run" / "checkpoint")  # type: ignore[misc]
-    assert extra["run"] == {"spec": result["spec"], "seed": 5, "round": 3}
+    _, words = load(CHECKPOINT, (tmp_path / "run" / "checkpoint" / "round-000003.safetensors").read_bytes())
+    assert {name: words[name] for name in ("spec", "seed", "round")} == {
+        "spec": result["spec"],
+        "seed": "5",
+        "round": "3",
+    }
 
 
 def test_interrupt_saves_the_last_round(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from metavd.container import dump
 from metavd.data.cohort import pool
 from metavd.data.source import Source, arrays, digits
+from metavd.engine import turn
 from metavd.engine.evaluation import answers
 from metavd.engine.schedule.loop import loop
 from metavd.errors import SpecError
@@ -93,7 +94,7 @@ def rows_of(trained: Trained, client: int) -> np.ndarray:
 
 def assert_same(own: Personal, trained: Trained, client: int) -> None:
     said, result = own.predict(rows_of(trained, client)), evaluated(trained, client)
-    assert len(result.y) > use.ROWS or client == 0, "more rows than are answered at once"
+    assert len(result.y) > turn.ROWS or client == 0, "more rows than are answered at once"
     np.testing.assert_array_equal(said.probs, result.probs)
     if result.information is not None:
         np.testing.assert_array_equal(said.mutual_information, result.information)
@@ -502,7 +503,7 @@ def test_onnx_answers_as_the_model_does(
     own = personalize(runs(method), client=5)
     page = export.export(own, tmp_path / "model.onnx", licence="CC0-1.0")
     session = runtime.InferenceSession(tmp_path / "model.onnx")
-    for count in (1, 13, use.ROWS):
+    for count in (1, 13, turn.ROWS):
         said = own.predict(digits().x[:count])
         probs, information = session.run(None, {"x": digits().x[:count].astype(np.float32)})
         np.testing.assert_allclose(probs, said.probs, atol=1e-5)

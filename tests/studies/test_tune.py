@@ -139,7 +139,7 @@ def test_wrong_spaces_are_refused_by_name(search, says):
     [
         ({"metric": "loss"}, "metric is 'loss'"),
         ({"by": "row"}, "did you mean rows"),
-        ({"sampler": "grid"}, "choose from tpe, random"),
+        ({"sampler": "grid"}, "sampler is 'grid'; did you mean random"),
         ({"seeds": 0}, "at least 1"),
         ({"patience": 3}, "patience is 3"),
         ({"lr": 0.1}, "nothing is left to search"),

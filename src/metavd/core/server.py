@@ -41,13 +41,15 @@ def pull(
     clip: float | None = 100.0,
     by_size: bool = True,
     owned_by_share: bool = False,
+    anew: bool = False,
 ) -> Server:
     """Pull the server's parameters so that what it emits moves towards the targets.
 
         gradient = sum_i w_i J_emit(i)^T (sent_i - target_i)        one vector-Jacobian product
 
     sent_i is what client i received, not what `emit` computes anew: where a client moves a spread by less than the
-    rounding between two ways to compute it, that rounding would be most of the gradient.
+    rounding between two ways to compute it, that rounding would be most of the gradient. anew=True takes the difference
+    to what `emit` computes, for a server whose `emit` is not what clients receive.
 
     With `emit = shared` and SGD(1) this is FedAvg, with server momentum Reptile, with a hypernetwork inside `emit`
     MetaVD's rule for the hypernetwork and the embeddings. w_i is the client's share of the data (or 1/C). A
@@ -71,8 +73,9 @@ def pull(
             out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
             return _movable(out)
 
-        def gap(_: Params) -> Params:
-            return tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), _movable(update.sent), targets)
+        def gap(computed: Params) -> Params:
+            sent = computed if anew else _movable(update.sent)
+            return tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
 
         gradient = pulled(emitted, _movable(state.params), gap)
         if not owned_by_share:

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..errors import UserError
 from ..registry import Registry
 from .answers import Answers
 from .calibration import Reliability, expected_error, maximum_error
@@ -40,7 +41,7 @@ LARGEST = 1e100
 """Beyond it a number is no figure of anything, and scales of pictures would overflow."""
 
 
-class FigureError(ValueError):
+class FigureError(UserError):
     """A figure that cannot be used; the text says what would be right."""
 
 

@@ -181,7 +181,12 @@ def assemble(parts: Parts, o: Training, steps: Local, batches: Sampling, *, pull
 
     groups = core.optim.Groups(parts.groups, sparse=parts.sparse)
     pulled = core.server.pull(
-        pulls or parts.emit, parts.aggregate, groups, clip=o.server_clip, owned_by_share=parts.owned_by_share
+        pulls or parts.emit,
+        parts.aggregate,
+        groups,
+        clip=o.server_clip,
+        owned_by_share=parts.owned_by_share,
+        anew=pulls is not None,
     )
     used = parts.serve(parts.emit)
 
