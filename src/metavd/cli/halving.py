@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from .tune import searched_of
 )
 @click.option(
     "--rungs",
-    default="100,300,1000",
+    default="300,1000",
     show_default=True,
     metavar="A,B,C",
     help="Rounds after which a third of the trials goes on; the last is what is tuned for.",
@@ -45,10 +47,16 @@ from .tune import searched_of
     metavar="F",
     help="Finished rungs; what it holds is not computed again.",
 )
+@click.option(
+    "--page",
+    type=click.Path(dir_okay=False),
+    metavar="F.md",
+    help="Also write what was chosen as a document; without METHOD nothing is run.",
+)
 @at_once
 def tune_all_command(
     *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
-    out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
+    page: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Tune several METHODs on equal terms by successive halving, on validation rows and validation clients.
 
@@ -62,19 +70,23 @@ def tune_all_command(
     names, more = words(given_words)
     fixed = [*pairs, *more]
     settings = {"valid": VALID, "valid_clients": 10} | settings_of(config, fixed, given)
-    if not names:
+    if not names and page is None:
         raise SpecError("tune-all needs at least one method, for example metavd tune-all fedavg reptile+metavd")
     plan = halving.Halving(trials, _rungs(rungs))
     experiments = [experiment_of(settings, name) for name in names]
     reporter = Reporter()
     for line in halving.search(
         experiments, plan, store=Path(store), scratch=Path(out or "runs/tune-all"),
-        jobs=jobs_for(experiments[0].device, jobs), searched=searched_of(searched, fixed),
+        jobs=jobs_for(experiments[0].device, jobs) if experiments else 1, searched=searched_of(searched, fixed),
     ):  # fmt: skip
         what = "  ".join(f"{key}={value}" for key, value in line["settings"].items()) or "defaults"
         score = "diverged" if line["score"] is None else f"{line['score']:.1%}"
         reporter.note(f"  {line['method']}  round {line['round']}  trial {line['trial']}  {score}  {what}")
     _print(store)
+    if page is not None:
+        command = f"metavd {shlex.join(sys.argv[1:])}"
+        Path(page).write_text(halving.page(list(halving.read(Path(store)).values()), command))
+        click.echo(f"Written: {page}")
 
 
 def _rungs(text: str) -> tuple[int, ...]:
@@ -83,7 +95,7 @@ def _rungs(text: str) -> tuple[int, ...]:
     except ValueError:
         rungs = ()
     if not rungs or rungs[0] < 1 or list(rungs) != sorted(set(rungs)):
-        raise SpecError(f"rungs is {text!r}, but must be rising numbers of rounds, such as 100,300,1000")
+        raise SpecError(f"rungs is {text!r}, but must be rising numbers of rounds, such as 300,1000")
     return rungs
 
 

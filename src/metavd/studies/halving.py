@@ -43,17 +43,13 @@ class Halving:
     """How trials are thinned out."""
 
     trials: int = 12
-    rungs: tuple[int, ...] = (100, 300, 1000)
+    rungs: tuple[int, ...] = (300, 1000)
     """Rounds after which trials are compared; the last is what they are tuned for."""
     keep: int = 3
     """One in so many goes on, at least two."""
 
     def survivors(self, rung: int) -> int:
-        """Return how many trials take part in a rung.
-
-        >>> [Halving().survivors(rung) for rung in range(3)]
-        [12, 4, 2]
-        """
+        """Return how many trials take part in a rung."""
         count = self.trials
         for _ in range(rung):
             count = max(2, math.ceil(count / self.keep))
@@ -216,6 +212,49 @@ def chosen(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
         if line["round"] == line["of"] and line["score"] is not None:
             found.setdefault((line["study"], line["method"]), []).append(line)
     return {key: sorted(rows, key=lambda line: -line["score"]) for key, rows in sorted(found.items())}
+
+
+def page(lines: Sequence[Line], command: str) -> str:
+    """Return what was chosen as a document: settings, figures, and how wide the optimum is."""
+    text = [
+        "# Tuned settings", "",
+        "What successive halving chose for each method, on validation rows and validation clients alone; made by", "",
+        f"    {command}", "",
+        "*score*: mean of the two accuracies, averaged over the last three evaluations. *defaults*: the score of the",
+        "method's defaults at the last rung that they reached, and its round. *within 1 point*: of the trials that",
+        "reached the last rung, how many score within one point of the best. One seed: a difference of a point",
+        "between two trials is no more than noise.", "",
+    ]  # fmt: skip
+    found = chosen(lines)
+    for study in dict.fromkeys(study for study, _ in found):
+        made = [line for line in lines if line["study"] == study]
+        where = "; ".join(
+            sorted({f"{line['machine']}, torch {line['torch']}, commit {line['commit']}" for line in made})
+        )
+        seeds = ", ".join(sorted({str(line["seed"]) for line in made}))
+        text += [
+            f"## {study}", "", f"Seed {seeds}; {where}; {len(made)} rungs.", "",
+            "| method | settings | score % | participating % | validation clients % | ECE % | trials | defaults % | "
+            "within 1 point |",
+            "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        ]  # fmt: skip
+        text += [_row(rows, [line for line in made if line["method"] == method])
+                 for (name, method), rows in found.items() if name == study]  # fmt: skip
+        text.append("")
+    return "\n".join(text)
+
+
+def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> str:
+    """Return one method's row of a table."""
+    top = best_first[0]
+    settings = " ".join(f"{key}={value}" for key, value in top["settings"].items()) or "defaults"
+    parts = [top[part]["accuracy"] for part in ("valid", "valid_unseen")]
+    own = max((line for line in everything if line["trial"] == 0), key=lambda line: line["round"])
+    defaults = "diverged" if own["score"] is None else f"{100 * own['score']:.1f} ({own['round']})"
+    near = sum(top["score"] - line["score"] <= 0.01 for line in best_first)
+    trials = len({line["trial"] for line in everything})
+    shares = " | ".join(f"{100 * value:.1f}" for value in (top["score"], *parts, top["valid"]["ece_top1"]))
+    return f"| `{top['method']}` | {settings} | {shares} | {trials} | {defaults} | {near} of {len(best_first)} |"
 
 
 def _belongs(line: Line, e: Experiment, round: int) -> bool:
