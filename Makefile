@@ -3,6 +3,8 @@
 PYTHON ?= python3
 JOBS   ?= 2
 ARGS   ?=
+QUICK  := tests/core tests/ops tests/wire tests/evaluate tests/data/test_partition.py tests/data/test_cohort.py \
+	tests/runs/test_settings.py tests/test_container.py tests/test_schema.py tests/test_tree.py src/metavd/core
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -16,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv run test lint types imports tests chromium wheel format clean
+.PHONY: help venv run test quick lint types imports tests chromium wheel format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +35,10 @@ run: venv ## run the example experiment; ARGS="reptile --rounds 20" is passed on
 	$(BIN)/metavd run $(ARGS)
 
 test: venv lint types imports tests wheel ## all checks, as CI runs them
+
+# What a change of the mathematics, the data or the wire would break first; everything else takes whole runs.
+quick: venv lint types imports ## lint, types and the fast tests, in a minute and a half
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -x $(QUICK) $(ARGS)
 
 lint: venv ## ruff: rules and formatting
 	$(BIN)/ruff check
