@@ -32,6 +32,7 @@ from metavd.engine.schedule import Map, Schedule
 from metavd.engine.schedule.loop import loop, turns
 from metavd.engine.schedule.threads import threads
 from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
+from metavd.engine.task import reentrant
 from metavd.engine.turn import Moment
 from metavd.models.mlp import mlp
 from metavd.tree import Params
@@ -60,7 +61,8 @@ def federation_of(train: Sequence[int], test: Sequence[int], unseen: int = 0, se
 
 
 def build(name: str, data: Pool, rounds: int = 3, **options: Any) -> Algorithm:
-    model = from_module(mlp((1, 8, 8), 10, width=6).to(data.dtype), init=xavier)
+    # As in a run: threads must not share one module.
+    model = reentrant(lambda: from_module(mlp((1, 8, 8), 10, width=6).to(data.dtype), init=xavier))
     federation = data.federation
     rows = torch.from_numpy(federation.server)
     setting = methods.Setting(federation.num_clients, 10, rounds, lambda key: data.inputs(rows, key))
