@@ -62,6 +62,14 @@ def test_what_is_in_the_store_is_not_computed_again(tmp_path):
     assert {line["method"] for line in found(tmp_path, "fedavg", "reptile")} == {"reptile"}
 
 
+def test_another_space_is_another_trial(tmp_path):
+    """A trial's number means nothing beside other settings: with another space only the defaults are there already."""
+    found(tmp_path, "fedavg", rungs=(2,))
+    again = search([asked("fedavg")], Halving(4, (2,)), store=tmp_path / "s.jsonl", scratch=tmp_path,
+                   searched={"lr": "0.2..0.4"})  # fmt: skip
+    assert [line["trial"] for line in again] == [1, 2, 3]
+
+
 def test_no_hidden_row_is_looked_at(tmp_path, monkeypatch):
     """With other values in test rows and in all rows of unseen clients every line is the same."""
     before = found(tmp_path / "a", "reptile+metavd")

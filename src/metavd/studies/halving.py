@@ -97,7 +97,7 @@ Line = dict[str, Any]
 
 def name_of(line: Mapping[str, Any]) -> str:
     """Return what tells one line of a store from all others."""
-    return json.dumps([line[key] for key in ("study", "method", "trial", "round", "seed")])
+    return json.dumps([line[key] for key in ("study", "method", "trial", "settings", "round", "seed")], sort_keys=True)
 
 
 def study_of(experiment: Experiment) -> str:
@@ -132,13 +132,8 @@ def stretch(experiment: Experiment, about: Line, first: int, scratch: str) -> Li
 
 def _looks(setup: Setup, first: int, last: int, folder: Path) -> list[dict[str, Any]]:
     """Train up to a round; return the figures of validation rows at the last few evaluations."""
-    state = start(setup)
-    if first:
-        found = load_checkpoint(folder, setup.experiment.device, round=first)
-        if found is None:  # another machine: train anew, to the same bits
-            first = 0
-        else:
-            state = found[0]
+    found = load_checkpoint(folder, setup.experiment.device, round=first) if first else None
+    state = found[0] if found else start(setup)  # on another machine: anew, to the same bits
     wanted = {last - _GAP * look for look in range(_LOOKS)}  # those before `first` are none of this rung's
     looks = []
     for state, record in rounds_of(setup, state):  # noqa: B020
@@ -188,15 +183,15 @@ def search(
         for e in (replace(each, rounds=halving.rungs[-1]) for each in experiments):
             given = points(space(e, searched or {}), halving.trials, e.seed)
             first = halving.rungs[rung - 1] if rung else 0
-            numbers: Iterable[int] = range(halving.trials)
+            shared = {"study": study_of(e), "method": e.method, "seed": e.seed, "round": last, "of": halving.rungs[-1]}
+            trials: list[Line] = [{**shared, "trial": n, "settings": point} for n, point in enumerate(given)]
             if rung:
-                before = [line for line in done.values() if _belongs(line, e, first)]
-                numbers = best(before, halving.survivors(rung))
-            for number in numbers:
-                about = {"study": study_of(e), "method": e.method, "trial": number, "settings": given[number],
-                         "seed": e.seed, "round": last, "of": halving.rungs[-1]}  # fmt: skip
+                names = (name_of(trial | {"round": first}) for trial in trials)
+                before = [done[name] for name in names if name in done]
+                trials: list[Line] = [trials[number] for number in best(before, halving.survivors(rung))]
+            for about in trials:
                 if name_of(about) not in done:
-                    tasks.append((with_settings(e, given[number]), about, first, str(scratch)))
+                    tasks.append((with_settings(e, about["settings"]), about, first, str(scratch)))
         for _, line in side_by_side(stretch, tasks, jobs):
             done[name_of(line)] = line
             store.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +250,3 @@ def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> str:
     trials = len({line["trial"] for line in everything})
     shares = " | ".join(f"{100 * value:.1f}" for value in (top["score"], *parts, top["valid"]["ece_top1"]))
     return f"| `{top['method']}` | {settings} | {shares} | {trials} | {defaults} | {near} of {len(best_first)} |"
-
-
-def _belongs(line: Line, e: Experiment, round: int) -> bool:
-    return (line["study"], line["method"], line["seed"], line["round"]) == (study_of(e), e.method, e.seed, round)
