@@ -188,7 +188,7 @@ def search(
             if rung:
                 names = (name_of(trial | {"round": first}) for trial in trials)
                 before = [done[name] for name in names if name in done]
-                trials: list[Line] = [trials[number] for number in best(before, halving.survivors(rung))]
+                trials = [trials[number] for number in best(before, halving.survivors(rung))]
             for about in trials:
                 if name_of(about) not in done:
                     tasks.append((with_settings(e, about["settings"]), about, first, str(scratch)))
