@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from metavd.container import seal
 from metavd.core import rng
 from metavd.core.model import from_module, xavier
 from metavd.core.types import Batch, Model
@@ -54,6 +55,32 @@ def make_batch() -> Callable[..., Batch]:
         return Batch(x, y, mask, rng.fold(rng.key(seed), 99), *torch.tensor([round, number]).double())
 
     return make
+
+
+@pytest.fixture(scope="session")
+def damaged() -> Callable[[Any, bytes, bool], bytes]:
+    """Change, cut out or put in bytes of a container, as Hypothesis draws; `again` seals it anew."""
+    from hypothesis import strategies as st
+
+    def damage(data: Any, whole: bytes, again: bool) -> bytes:
+        body = bytearray(whole)
+        for _ in range(data.draw(st.integers(1, 6))):
+            at = data.draw(st.integers(0, max(len(body) - 1, 0)))
+            what = data.draw(st.sampled_from(["change", "cut", "put", "truncate"]))
+            if what == "change" and body:
+                body[at] = data.draw(st.integers(0, 255))
+            elif what == "cut":
+                del body[at : at + data.draw(st.integers(1, 9))]
+            elif what == "put":
+                body[at:at] = data.draw(st.binary(max_size=9))
+            else:
+                del body[at:]
+        if not again:
+            return bytes(body)
+        end = 8 + int.from_bytes(body[:8], "little")
+        return seal(bytes(body[8:end]), [bytes(body[end:])])
+
+    return damage
 
 
 class Outcome(NamedTuple):

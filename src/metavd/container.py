@@ -25,6 +25,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -45,6 +46,8 @@ _START = b'{"__metadata__":{"sha256":"'
 _AT = 8 + len(_START)
 """Where the checksum stands."""
 _DIGITS = 2 * hashlib.sha256().digest_size
+_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+"""Texts, which may hold anything, and brackets."""
 _MAX_NAME = 256
 _MAX_DIM = 16
 _MAX_VALUES = 1 << 32
@@ -194,6 +197,7 @@ def _header_end(format: Format, data: bytes) -> int:
 def _header(format: Format, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the entries, unchecked, and the caller's texts."""
     try:
+        check_depth(text)
         header = json.loads(text, parse_constant=_no_number, object_pairs_hook=_unique)
     except ContainerError:
         raise
@@ -211,6 +215,41 @@ def _header(format: Format, text: bytes) -> tuple[dict[str, Any], dict[str, str]
         )
     del words["sha256"]
     return header, words
+
+
+def check_depth(text: bytes, most: int = 16) -> None:
+    """Refuse JSON that is nested deeper than anything here is: a reader of it would go as deep.
+
+    >>> check_depth(b'{"a": [[1], "[[[["]}', 3)
+    >>> check_depth(b"[[1]]", 1)
+    Traceback (most recent call last):
+    ...
+    ValueError: it is nested deeper than 1
+    """
+    depth = 0
+    for found in _NESTING.finditer(text):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        if depth > most:
+            raise ValueError(f"it is nested deeper than {most}")
+
+
+def read_json(text: str) -> Any:
+    """Read JSON that came from elsewhere: nothing deep, and neither NaN nor infinity."""
+    check_depth(text.encode(errors="replace"))
+    return json.loads(text, parse_constant=_no_number)
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None in place of numbers that JSON cannot write.
+
+    >>> finite({"a": [1.0, float("inf")], "b": float("nan")})
+    {'a': [1.0, None], 'b': None}
+    """
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _no_number(text: str) -> NoReturn:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -42,6 +43,8 @@ class Option:
     """Its value under a preset, such as "released", where that is not the default."""
     share: bool = False
     """Whether a share below 1 of some whole may stand for a number."""
+    names: bool = False
+    """Whether a text that is no number may stand for one: names, with commas between."""
     runtime: bool = False
     """Whether it decides how a run is carried out, not what it computes."""
     from_data: Value | None = None
@@ -64,6 +67,7 @@ class Option:
             result = self._read(value)
         except (KeyError, OverflowError, TypeError, ValueError):
             kind = "a whole number or a share below 1" if self.share else _KINDS[type(self.default)]
+            kind += ", or names" if self.names else ""
             raise SpecError(f"{self.name} is {value!r}, but must be {kind}") from None
         if isinstance(result, str):
             allowed = self.allowed
@@ -83,6 +87,8 @@ class Option:
         kind = type(self.default)
         if kind is bool:
             return _TRUTHS[str(value).lower()]
+        if self.names and isinstance(value, str) and value.strip() and not _is_number(value):
+            return value.strip()
         if self.share:
             number = float(value)
             if number > 1 and number != int(number):
@@ -99,6 +105,14 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _plain(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
@@ -112,6 +126,7 @@ def option(
     choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
     search: Sequence[float] | None = None,
     share: bool = False,
+    names: bool = False,
     runtime: bool = False,
     from_data: Value | None = None,
     later: bool = False,
@@ -121,9 +136,9 @@ def option(
 ) -> Any:
     """Make a dataclass field of what `Option` describes; further keywords are presets: `released=-8.5`."""
     described: dict[str, Any] = {
-        "help": help, "low": low, "high": high, "share": share, "runtime": runtime, "from_data": from_data,
+        "help": help, "low": low, "high": high, "share": share, "names": names, "runtime": runtime,
         "search": None if search is None else tuple(search), "canonical": canonical, "foreign": foreign,
-        "later": later, "presets": presets,
+        "from_data": from_data, "later": later, "presets": presets,
     }  # fmt: skip
     if choices is not None:
         described["choices"] = choices
@@ -146,6 +161,37 @@ def options(schema: Any) -> Mapping[str, Option]:
                 each.name, default, **({"choices": words} if words else {}) | each.metadata["option"]
             )
     return MappingProxyType(found)
+
+
+def numbers(text: str, build: Callable[..., Any], said: str, example: str) -> list[int | float]:
+    """Read the numbers after a name, NAME:NUMBER:..., as the parameters of a function want them.
+
+    Args:
+        text: the name and its numbers.
+        build: whose parameters they are; those with a default may be left out.
+        said: how the sentence about a wrong text begins.
+        example: a text that would be right.
+
+    >>> numbers("trimmed:0.2", lambda share=0.1: share, "aggregate is 'trimmed:0.2'", "trimmed:0.1")
+    [0.2]
+    """
+    name, *given = text.split(":")
+    types = get_type_hints(build)
+    wanted = list(signature(build).parameters.values())
+    least = sum(each.default is Parameter.empty for each in wanted)
+    kinds = ["a whole number" if types.get(each.name) is int else "a number" for each in wanted]
+    if not wanted and given:
+        raise SpecError(f"{said}, but {name} takes no number; write {name}")
+    try:
+        if not least <= len(given) <= len(wanted):
+            raise ValueError(text)
+        values = [types.get(each.name, float)(word) for each, word in zip(wanted, given, strict=False)]
+        if not all(map(math.isfinite, values)):
+            raise ValueError(text)
+    except ValueError:
+        takes = ", and perhaps ".join(filter(None, (", ".join(kinds[:least]), ", ".join(kinds[least:]))))
+        raise SpecError(f"{said}, but {name} takes {takes} after colons, such as {example}") from None
+    return values
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

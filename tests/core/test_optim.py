@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from metavd.core.optim import Groups, Sgd
+from metavd.core.optim import Adaptive, Groups, Sgd
 
 EVERYONE = torch.arange(4)
 TABLE = "server.client.embedding"
@@ -99,3 +99,91 @@ def test_everyone_takes_part():
     params, slots, slope = {TABLE: draw(4, 3)}, {TABLE: draw(4, 3, seed=1)}, {TABLE: draw(4, 3, seed=2)}
     results = [Groups({"": Sgd(0.5, 0.4, 0.1)}, sparse=s).step(params, slope, slots, EVERYONE) for s in (True, False)]
     assert_close(results[0], results[1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["adam", "yogi", "adagrad"])
+def test_three_adaptive_steps_by_hand(kind):
+    """Closed form: m and v in plain numbers, without a correction, v from tau^2; g^2 on both sides of Yogi's v."""
+    rule = Adaptive(kind, 0.1, tau=0.5, beta1=0.8, beta2=0.9)
+    value = torch.tensor(1.0).double()
+    first, second = rule.begin(value)
+    p, m, v = 1.0, 0.0, 0.25
+    for g in (2.0, -0.3, 0.1):
+        value, first, second = rule.step(value, torch.tensor(g, dtype=torch.float64), first, second)
+        m = 0.8 * m + 0.2 * g
+        sign = 1.0 if v > g * g else -1.0
+        v = {"adam": 0.9 * v + 0.1 * g * g, "yogi": v - 0.1 * g * g * sign, "adagrad": v + g * g}[kind]
+        p -= 0.1 * m / (v**0.5 + 0.5)
+        assert (value.item(), first.item(), second.item()) == pytest.approx((p, m, v), rel=1e-14)
+
+
+def test_adam_is_torchs_but_for_its_corrections():
+    """Torch divides m by 1 - b1^t and v by 1 - b2^t: with both taken out and v from 0, ten steps are the same."""
+    rule = Adaptive("adam", 0.1, tau=1e-3, beta1=0.9, beta2=0.99)
+    leaf = draw(3).requires_grad_()
+    other = torch.optim.Adam([leaf], lr=0.1, betas=(0.9, 0.99), eps=1e-3)
+    first, second = torch.zeros(3).double(), torch.zeros(3).double()
+    for step in range(1, 11):
+        slope = draw(3, seed=step)
+        before = leaf.detach().clone()
+        leaf.grad = slope.clone()
+        other.step()
+        _, first, second = rule.step(before, slope, first, second)
+        wanted = 0.1 * first / (1 - 0.9**step) / ((second / (1 - 0.99**step)).sqrt() + 1e-3)
+        assert_close(before - leaf.detach(), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["yogi", "adagrad"])
+def test_a_large_tau_leaves_the_gradient_alone(kind):
+    """Limit: as tau grows, sqrt(v) stays at tau, and lr = 2 tau makes the step that of SGD(1)."""
+    rule = Adaptive(kind, 2e9, tau=1e9, beta1=0.0)
+    value = plain = draw(4)
+    memory, velocity = rule.begin(value), torch.zeros(4).double()
+    for round in range(3):
+        slope = draw(4, seed=round + 1)
+        value, *memory = rule.step(value, slope, *memory)
+        plain, velocity = Sgd(1.0).step(plain, slope, velocity)
+    assert_close(value, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_a_small_tau_takes_the_sign():
+    """Limit: without memory and with tau near 0, Adam's step is lr sign(g), whatever the gradient's size."""
+    rule = Adaptive("adam", 0.1, tau=1e-12, beta1=0.0, beta2=0.0)
+    slope = torch.tensor([1e-4, -3.0, 250.0]).double()
+    value, _, _ = rule.step(torch.zeros(3).double(), slope, *rule.begin(slope))
+    assert_close(value, -0.1 * slope.sign(), rtol=1e-6, atol=0)
+
+
+def test_adagrad_adds_up():
+    """Closed form: R equal gradients g give v = tau^2 + R g^2, and steps that shrink as 1/sqrt(R)."""
+    rule = Adaptive("adagrad", 1.0, tau=1e-6, beta1=0.0)
+    value = torch.zeros(()).double()
+    memory = rule.begin(value)
+    for round in range(1, 101):
+        before = value
+        value, *memory = rule.step(value, torch.tensor(2.0).double(), *memory)
+        assert memory[1].item() == pytest.approx(1e-12 + 4.0 * round, rel=1e-12)
+        assert (before - value).item() == pytest.approx(round**-0.5, rel=1e-5)
+
+
+def test_rules_of_two_kinds_in_one_server():
+    """Each group remembers what its own rule needs, and rows of absent clients keep both moments."""
+    rule = Adaptive("adam", 0.1)
+    groups = Groups({"": Sgd(1.0, 0.5), "server.client.": rule})
+    params = {"w": draw(2), TABLE: draw(4, 3)}
+    slots = groups.begin(params)
+    assert list(slots) == ["w", TABLE, f"{TABLE}.second"]
+    slope, cohort = {"w": draw(2, seed=1), TABLE: torch.zeros(4, 3).double()}, torch.tensor([3, 1])
+    slope[TABLE][cohort] = draw(2, 3, seed=2)
+    new, memory = groups.step(params, slope, slots, cohort)
+    wanted = rule.step(params[TABLE], slope[TABLE], *rule.begin(params[TABLE]))
+    for found, whole, before in zip(
+        (new[TABLE], memory[TABLE], memory[f"{TABLE}.second"]),
+        wanted,
+        (params[TABLE], slots[TABLE], slots[f"{TABLE}.second"]),
+        strict=True,
+    ):
+        assert_close(found[cohort], whole[cohort], rtol=0, atol=1e-15)
+        assert torch.equal(found[[0, 2]], before[[0, 2]])
+    assert_close(new["w"], params["w"] - slope["w"])
+    assert list(memory) == list(slots)

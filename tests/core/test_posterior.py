@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -287,71 +284,6 @@ def test_the_epsilon_of_the_kl_is_the_posteriors():
     bare = {"fc.weight": double(0.0)}  # a layer that stores nothing has its first spread
     assert_close(released().kl(bare), released().kl(params), rtol=1e-12, atol=0)
     assert released(kl_epsilon="variance").kl(bare) == 0
-
-
-OUTSIDE = '''
-"""A posterior of two entries, written without any of ours: log sigma^2 = row + column."""
-from dataclasses import dataclass
-from typing import ClassVar
-import torch
-from metavd.core.posterior import POSTERIORS
-
-@dataclass(frozen=True)
-class Crossed:
-    layers: tuple
-    everywhere: ClassVar[bool] = False
-    @classmethod
-    def build(cls, layers, weights, choice): return cls(layers)
-    def describe(self): return {"layers": self.layers}
-    def entries(self, layer, weight): return {f"{layer}.rows": (weight[0],), f"{layer}.columns": (weight[1],)}
-    def start(self, entry): return -4.0 if entry.endswith("rows") else 0.0
-    def stored(self, entry, value): return value / 2
-    def bounded(self, entry, stored): return stored
-    def stuck(self, entry, stored): return torch.zeros_like(stored, dtype=torch.bool)
-    def variance(self, params, layer): return (params[f"{layer}.rows"][:, None] + params[f"{layer}.columns"]).exp()
-    def perturb(self, params, layer): return {"variance": self.variance(params, layer)}
-    def precision(self, params, layer, share): return share / self.variance(params, layer)
-    def rates(self, params, *, clamped=True):
-        return {l: (v := self.variance(params, l)) / (v + params[f"{l}.weight"].square()) for l in self.layers}
-    def kl(self, params, *, mean=True):
-        terms = torch.stack([params[f"{l}.{e}"].mean() for l in self.layers for e in ("rows", "columns")])
-        return -0.01 * terms.sum()
-
-POSTERIORS.add("crossed", Crossed, __name__)
-'''
-
-RUN = """
-import sys, metavd
-from metavd.core import posterior
-from metavd.serve.export import plain_weights
-from metavd import methods
-assert "crossed" in methods.options_of("fedavg+vd")["spread"].allowed and "outside" not in sys.modules
-common = dict(spread="crossed", clients=6, unseen=2, cohort=3, rounds=2, width=8, local_epochs=1)
-for method in ("maml+vd", "reptile+ensemblevd", "reptile+metavd"):
-    result = metavd.run(method=method, out=f"{sys.argv[1]}/{method}", **common)
-    assert 0 < result["diagnostics"]["rate_mean"] < 1, result["diagnostics"]
-own = metavd.personalize(f"{sys.argv[1]}/reptile+metavd", client="1")
-assert own.params["fc1.rows"].shape == (4,) and own.params["fc1.columns"].shape == (8,)
-own.save(f"{sys.argv[1]}/own")
-again = type(own).load(f"{sys.argv[1]}/own")
-assert again.about["noise"] == {"layers": ["fc1"]}
-plain = plain_weights(again)
-assert plain["fc1.variance"].shape == (4, 8) and not {"fc1.rows", "fc1.columns"} & set(plain)
-"""
-
-
-def test_a_posterior_of_another_package(tmp_path):
-    """Law: one file and one entry point are all that a posterior takes; it is imported only when it is chosen."""
-    (tmp_path / "outside.py").write_text(OUTSIDE)
-    about = tmp_path / "outside-1.dist-info"
-    about.mkdir()
-    (about / "entry_points.txt").write_text("[metavd.posteriors]\ncrossed = outside\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, tmp_path], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_posterior_is_named():

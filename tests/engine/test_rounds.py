@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import metavd
+from cheap import cheap
 from metavd import methods, wire
 from metavd.core import rng
 from metavd.core.model import from_module, xavier
@@ -37,10 +38,7 @@ from metavd.engine.turn import Moment
 from metavd.models.mlp import mlp
 from metavd.tree import Params
 
-CHEAP = {
-    "batch": 4, "local_epochs": 1, "hyper_width": 6, "distill_steps": 4, "teachers": 1, "chains": 2, "sweeps": 1,
-    "drop_from": 1, "threshold": 0.2,
-}  # fmt: skip
+CHEAP = {"batch": 4, "hyper_width": 6, "teachers": 1, "drop_from": 1, "threshold": 0.2}
 
 
 @functools.cache
@@ -66,9 +64,7 @@ def build(name: str, data: Pool, rounds: int = 3, **options: Any) -> Algorithm:
     federation = data.federation
     rows = torch.from_numpy(federation.server)
     setting = methods.Setting(federation.num_clients, 10, rounds, lambda key: data.inputs(rows, key))
-    known = methods.options_of(name)
-    chosen = {key: value for key, value in CHEAP.items() if key in known} | options
-    return methods.algorithm(name, model, setting, chosen)
+    return methods.algorithm(name, model, setting, cheap(name, **CHEAP) | options)
 
 
 def started(algorithm: Algorithm, seed: int = 0) -> ServerState:
@@ -162,7 +158,7 @@ def test_client_s_answer_does_not_depend_on_the_rest_of_the_cohort(method: str, 
     found: list[Params] = []
     with torch.no_grad():
         for cohort in ([3], [0, 3], [1, 3, 5]):
-            sent, adapted, _ = loop.train(algorithm, ordinary, started(algorithm), torch.tensor(cohort))
+            sent, adapted, _, _ = loop.train(algorithm, ordinary, started(algorithm), torch.tensor(cohort))
             place = cohort.index(3)
             found.append({name: value[place] for part in (sent, adapted) for name, value in part.items()})
     for other in found[1:]:

@@ -18,6 +18,7 @@ from metavd.engine.schedule.loop import one_after_another as loop
 from metavd.engine.schedule.threads import side_by_side as threads
 from metavd.engine.schedule.vmap import all_at_once as vectorized
 from metavd.engine.task import reentrant
+from metavd.tree import Params
 
 SIZES = ([5, 3], [1], [], [4, 4, 2], [2], [5, 5, 5], [3])
 """Rows of each batch of seven clients: ragged in every way, one client without a batch."""
@@ -38,14 +39,17 @@ def make_job(client: int, sizes: Sequence[int], rows: int = 2) -> Job:
         )
         for step, size in enumerate(sizes)
     ]
-    return Job(torch.tensor(client), batches, rng.normal(key, [rows, 3], torch.float64), key)
+    own = rng.normal(rng.fold(key, 7), [2], torch.float64)
+    return Job(torch.tensor(client), batches, rng.normal(key, [rows, 3], torch.float64), key, {"own": own})
 
 
 def jobs(rows: Sequence[int] = (2,) * 7) -> list[Job]:
     return [make_job(client, sizes, rows[client]) for client, sizes in enumerate(SIZES)]
 
 
-def work(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> dict[str, Tensor | tuple[Tensor, ...]]:
+def work(
+    client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor, kept: Params
+) -> dict[str, Tensor | tuple[Tensor, ...]]:
     """Sums over real rows, and all else that a job holds, as a tree."""
     total = torch.zeros(3, dtype=torch.float64)
     noise = torch.zeros((), dtype=torch.float64)
@@ -54,7 +58,11 @@ def work(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) ->
         real = (mask.sum() > 0).double()
         total = total + (batch.x * mask[:, None] * (1 + batch.y[:, None])).sum(0)
         noise = noise + real * rng.normal(batch.key, [1], torch.float64)[0] * batch.size
-    return {"sum": total, "rest": (noise, client * 2, rows * rng.uniform(key, [1], torch.float64))}
+    return {
+        "sum": total,
+        "rest": (noise, client * 2, rows * rng.uniform(key, [1], torch.float64)),
+        "kept": kept["own"] * 3,
+    }
 
 
 @pytest.mark.parametrize("run", MAPS)
@@ -108,7 +116,7 @@ def test_vmap_takes_one_chunk_at_a_time(chunk: int) -> None:
 def test_vmap_refuses_random_numbers_of_its_own() -> None:
     """Law: client code cannot draw from a global generator unnoticed."""
 
-    def careless(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def careless(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         return rows + torch.rand(3)
 
     with pytest.raises(RuntimeError, match="random"):
@@ -129,7 +137,7 @@ def test_threads_keep_the_order_when_the_first_is_the_slowest() -> None:
     """Law: answers come in the order of the jobs, whoever is done first; nobody waits for the slowest to go on."""
     done: list[int] = []
 
-    def uneven(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def uneven(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         while int(client) == 0 and len(done) < 6:
             time.sleep(0.001)
         done.append(int(client))
@@ -151,7 +159,7 @@ def test_threads_draw_one_job_ahead(workers: int) -> None:
             most = max(most, client - len(finished))
             yield make_job(client, sizes)
 
-    def counting(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def counting(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         time.sleep(0.002)
         finished.append(int(client))
         return client
@@ -165,7 +173,7 @@ def test_threads_draw_one_job_ahead(workers: int) -> None:
 def test_threads_know_whether_the_caller_wants_gradients(enabled: bool) -> None:
     """Torch keeps that word for each thread apart."""
 
-    def asked(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def asked(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         return torch.tensor([torch.is_grad_enabled(), torch.get_num_threads() == 1])
 
     with torch.set_grad_enabled(enabled):
@@ -195,7 +203,7 @@ def test_threads_leave_nothing_behind() -> None:
 def test_the_first_error_in_the_order_of_the_jobs_is_raised() -> None:
     """Law: which error a run ends with does not depend on who was faster."""
 
-    def failing(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def failing(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         if int(client) == 2:
             time.sleep(0.02)
         if int(client) >= 2:
@@ -215,7 +223,7 @@ def test_who_stops_the_caller_stops_the_workers_at_their_next_step(ending: type[
     steps: list[int] = []
     begun = threading.Event()
 
-    def long(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def long(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         if int(client) == 0:
             begun.wait(10)
             return client
@@ -251,7 +259,7 @@ def test_a_reentrant_model_serves_threads_with_different_weights() -> None:
     x = torch.randn(50, 5, dtype=torch.float64)
     weights = [{name: value * (1 + 0.1 * i) for name, value in model.init(rng.key(0)).items()} for i in range(30)]
 
-    def call(client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+    def call(client: Tensor, batches: Sequence[Batch], rows: Tensor, *rest: object) -> Tensor:  # noqa: ARG001
         given = {name: value.requires_grad_() for name, value in weights[int(client)].items()}
         out = [model.apply(given, x, None).sum() + model.features(given, x).sum() for _ in range(5)]
         return torch.autograd.grad(torch.stack(out).sum(), given["0.weight"])[0]

@@ -46,17 +46,19 @@ def test_a_site_that_holds_one_client_takes_the_simulators_turn(setup: Setup) ->
         federation.test[client : client + 1], 1, 0, federation.server,
     ))  # fmt: skip
     with torch.no_grad():
-        sent, adapted, losses = loop.train(setup.algorithm, setup.pool, state, torch.tensor([0, client]))
+        sent, adapted, _, losses = loop.train(setup.algorithm, setup.pool, state, torch.tensor([0, client]))
         now = turn.moment(state)
         own = turn.train_batches(setup.algorithm, alone, 0, now, client)
-        found, loss = turn.train_turn(setup.algorithm, {name: value[1] for name, value in sent.items()}, own)
+        found, _, loss = turn.train_turn(setup.algorithm, {name: value[1] for name, value in sent.items()}, {}, own)
         ((wanted, _),) = answers(setup.algorithm, setup.pool, state, [client], loop.map)
-        own = turn.personal_batches(setup.algorithm, alone, 0, now, client)
+        own = turn.personal_batches(setup.algorithm, alone, 0, now, client, new=False)
         received = turn.received_for_test(
             setup.algorithm, state.params, state.round, torch.tensor(client), own, unseen=False
         )
         rows = alone.inputs(torch.from_numpy(alone.federation.test[0]))
-        answer, _ = turn.test_turn(setup.algorithm, received, own, rows, turn.answer_key(now, client))
+        answer, _ = turn.test_turn(
+            setup.algorithm, received, {}, own, rows=rows, key=turn.answer_key(now, client), new=False
+        )
     assert all(torch.equal(value, adapted[name][1]) for name, value in found.items())
     assert torch.equal(loss, losses[1])
     assert np.array_equal(turn.checked(answer, len(rows), "it"), wanted.probs)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from metavd import methods
+from cheap import cheap
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
 from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.vmap import vmap
 from metavd.runs.run import Experiment, Setup, prepare, start
 
-CHEAP = {"batch": 16, "local_epochs": 2, "hyper_width": 8, "drop_from": 0, "teachers": 2, "distill_steps": 4}
+CHEAP = {"batch": 16, "local_epochs": 2, "drop_from": 0}
 
 
 def squares(rows: int = 400) -> Source:
@@ -24,7 +24,7 @@ def squares(rows: int = 400) -> Source:
 
 
 def setup_of(method: str, partition: str = "quantity:1.0") -> Setup:
-    options = {key: value for key, value in CHEAP.items() if key in methods.options_of(method)}
+    options = cheap(method, **CHEAP)
     experiment = Experiment(
         method=method, partition=partition, dtype="float64", backend="vmap", options=options, device="cpu",
         clients=8, unseen=0, cohort=5, rounds=4, model="small-cnn", width=4,
@@ -42,8 +42,8 @@ def test_the_same_as_the_loop(method: str, partition: str, chunk: int) -> None:
     state = start(setup)
     cohort = choose(state.key, 0, 8, 5)
     with torch.no_grad():
-        gave, one, losses = loop.train(setup.algorithm, setup.pool, state, cohort)
-        sent, two, others = vmap(chunk).train(setup.algorithm, setup.pool, state, cohort)
+        gave, one, _, losses = loop.train(setup.algorithm, setup.pool, state, cohort)
+        sent, two, _, others = vmap(chunk).train(setup.algorithm, setup.pool, state, cohort)
     assert set(one) == set(two)
     for name, value in gave.items():
         torch.testing.assert_close(sent[name], value, rtol=1e-12, atol=1e-12)

@@ -10,18 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import accountant as accountant
     from . import aggregate as aggregate
+    from . import dbe as dbe
     from . import emit as emit
     from . import gp_slots as gp_slots
+    from . import lda as lda
     from . import local as local
     from . import model as model
     from . import objective as objective
     from . import optim as optim
     from . import posterior as posterior
     from . import predict as predict
+    from . import prior as prior
+    from . import privacy as privacy
+    from . import rank_one as rank_one
     from . import rng as rng
+    from . import rules as rules
     from . import server as server
     from . import types as types
+    from . import vem as vem
 
 if not TYPE_CHECKING:  # a type checker would take any name for a module
 

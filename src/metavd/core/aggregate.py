@@ -5,11 +5,14 @@ Shape letters: C clients.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from ..tree import Params
 from .posterior import Posterior, per_weight
+from .rules.coordinates import weighted_median
 from .types import Aggregate
 
 _EPS = 1e-10
@@ -19,6 +22,23 @@ _EPS = 1e-10
 def mean(params: Params, weight: Tensor) -> Params:  # noqa: ARG001
     """Everyone's own answer: `pull` then moves towards their weighted mean."""
     return params
+
+
+def bounded(weight: Tensor, most: float) -> Tensor:
+    """Let no client weigh more than `most` times the median client (of an even number, the lower one): (C,).
+
+        w_i <- min(w_i, most median_j w_j)
+
+    >>> bounded(torch.tensor([10.0, 1e9, 12.0]), 2.0)
+    tensor([10., 24., 12.])
+    """
+    return weight.minimum(most * weight.sort().values[(len(weight) - 1) // 2])
+
+
+def _precisions(posterior: Posterior, params: Params, layer: str, share: Tensor) -> Tensor:
+    """Return each client's precision of a layer's weights times its share (C,): (C, ...), perhaps with axes of 1."""
+    share = share.reshape(-1, *[1] * (params[f"{layer}.weight"].dim() - 1))
+    return torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, share)
 
 
 def precision(posterior: Posterior) -> Aggregate:
@@ -37,8 +57,7 @@ def precision(posterior: Posterior) -> Aggregate:
         for layer in posterior.layers:
             name = f"{layer}.weight"
             answers = params[name]
-            share = weight.reshape(-1, *[1] * (answers.dim() - 1))
-            votes = torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, share)
+            votes = _precisions(posterior, params, layer, weight)
             mask = params.get(f"{layer}.mask")
             if mask is None:
                 consensus = (votes * answers).sum(0) / (votes.sum(0) + _EPS)
@@ -50,3 +69,27 @@ def precision(posterior: Posterior) -> Aggregate:
         return targets
 
     return aggregate
+
+
+def votes(params: Params, weight: Tensor, names: Iterable[str], posterior: Posterior | None) -> Params:
+    """Return how much each client's answer counts before a rule is applied, entry by entry: (C, ...) or (C, 1, ...).
+
+        v_i = w_i m_i min(s_i^-2, median_j s_j^-2)        for the weights of a layer with a posterior, else w_i m_i
+
+    m_i is the client's mask, where there is one. No client is taken to be surer of a weight than the median client:
+    whoever claims to know everything would outvote all others under any rule. So liars need a quarter of the weight to
+    have half of the votes.
+    """
+    found = {}
+    for name in names:
+        answers = params[name]
+        counts = weight.reshape(-1, *[1] * (answers.dim() - 1))
+        layer, _, last = name.rpartition(".")
+        mask = params.get(f"{layer}.mask") if last == "weight" else None
+        if mask is not None:
+            counts = counts * torch.func.vmap(per_weight)(mask, answers)
+        if posterior is not None and last == "weight" and layer in posterior.layers:
+            sure = _precisions(posterior, params, layer, torch.ones_like(weight)).expand_as(answers)
+            counts = counts * torch.minimum(sure, weighted_median(sure, counts))
+        found[name] = counts
+    return found

@@ -36,6 +36,36 @@ def shared(model: Model) -> Emit:
     return Emit(model.init, apply)
 
 
+def without(base: Emit, private: Callable[[str], bool]) -> Emit:
+    """Leave out entries that clients keep for themselves: they are neither on the server nor in a message."""
+
+    def shown(params: Params) -> Params:
+        return {name: value for name, value in params.items() if not private(name)}
+
+    return Emit(
+        lambda key: shown(base.init(key)), lambda params, client, round: shown(base.apply(params, client, round))
+    )
+
+
+def joined_by(base: Emit, first: Callable[[Tensor, Tensor], Params]) -> Emit:
+    """Add entries of the server's own that everyone receives; `first(key, a parameter)` makes them, of its kind."""
+
+    def init(key: Tensor) -> Params:
+        params = base.init(key)
+        return params | first(key, next(iter(params.values())))
+
+    return Emit(init, base.apply)
+
+
+def alike(base: Emit) -> Emit:
+    """Everyone receives the same: of what each client would own, there is one row, which all share."""
+
+    def init(key: Tensor) -> Params:
+        return {name: value[:1] if name.startswith(OWNED) else value for name, value in base.init(key).items()}
+
+    return Emit(init, lambda params, client, round: base.apply(params, torch.zeros_like(client), round))
+
+
 def row(table: Tensor, client: Tensor) -> Tensor:
     """Return a client's row; a client that was never seen gets the mean of all rows."""
     return torch.where(client < 0, table.mean(0), table[client.clamp(min=0)])

@@ -18,7 +18,7 @@ takes 2 GB in float32, and about three are alive at once; `chunk` bounds the nod
 change), `limit` bounds n, and an outer vmap multiplies by its width. Gradients of `loss` keep all chunks alive, but its
 conditioning rows are packed into (n + K) / 2 places, about an eighth of the work for few classes.
 
-Shape letters: n rows, F features, K classes, J = K - 1 nodes, S chains, B query rows, M inducing points a class,
+Shape letters: n rows, F features, K classes, J = K - 1 nodes, S chains, B query rows, M inducing points per class,
 Q quadrature points.
 """
 
@@ -180,7 +180,7 @@ def gibbs(gram: Tensor, kappa: Tensor, keys: Tensor, *, chains: int = 20, sweeps
     """Sample omega (J, S, n) given the branches kappa (J, n), from `chains` independent chains at every node.
 
     The first f is drawn from the prior and gives the first omega; each sweep then draws f | omega and omega | f.
-    `gram` (n, n) is the prior covariance and `keys` (J, n) hold one key a node and row.
+    `gram` (n, n) is the prior covariance and `keys` (J, n) hold one key per node and row.
     """
     dtype, gram, branch = kappa.dtype, gram.detach(), kappa.detach()[:, None]
     # Hundreds of nearly equal rows leave float32 (or TF32) too few digits for this factor at a jitter of 1e-3.

@@ -1,4 +1,4 @@
-"""The five slots filled with a Gaussian-process tree: shared features, answers from each client's own rows."""
+"""The slots filled with a Gaussian-process tree: shared features, answers from each client's own rows."""
 
 from __future__ import annotations
 

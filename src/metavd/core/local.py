@@ -1,4 +1,4 @@
-"""What one client does with its data: gradient steps of three kinds.
+"""What one client does with its data: gradient steps of several kinds.
 
 Written for one client; engines loop or vmap over clients. A batch of padding alone leaves everything as it was, so
 ragged clients agree with themselves padded.
@@ -14,21 +14,38 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..ops.step import descend
 from ..tree import Params
 from . import rng
 from .diff import grad, grad_and_value, hessian_product
-from .types import Batch, Local, Move, Objective
+from .types import Batch, Local, Move, Objective, Sampling
 
 FIXED = ("mask", "keep")
 """Endings of entries that no gradient ever moves."""
+OWN = "own."
+"""Begins the names of what a client keeps beside what it receives under the same name."""
+CONTROL = "control."
+"""Begins the names of SCAFFOLD's control variates, one for every weight."""
+_START, _STEPS = "work.start.", "work.steps"
+"""What a stage remembers while it goes on: where it started, and how many steps it has taken."""
+MIX, BEGUN = "mix.", "own.begun"
+"""What a client that mixes keeps beside its own values: its mixing weights, and () whether it has had a turn."""
 
 
 def _nothing(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
     return Move({}, {}), next(iter(params.values())).new_zeros(())
 
 
-keep = Local(_nothing)
-"""Use what was received as it is."""
+unchanged = Local(_nothing)
+"""Use what was received and kept as it is."""
+
+
+def _everything(name: str) -> bool:  # noqa: ARG001
+    return True
+
+
+def _shared(name: str) -> bool:
+    return not name.startswith((OWN, MIX))
 
 
 def _trained(params: Params, frozen: Sequence[str]) -> Params:
@@ -37,10 +54,16 @@ def _trained(params: Params, frozen: Sequence[str]) -> Params:
 
 
 def _bind(
-    objective: Objective, params: Params, batch: Batch, anchor: Params, frozen: Sequence[str] = ()
+    objective: Objective,
+    params: Params,
+    batch: Batch,
+    anchor: Params,
+    frozen: Sequence[str] = (),
+    *,
+    only: Callable[[str], bool] = _everything,
 ) -> tuple[Callable[[Params], Tensor], Params]:
     """Return the objective as a function of the trained entries alone, and those entries."""
-    trained = _trained(params, frozen)
+    trained = tree.select(_trained(params, frozen), only)
     fixed = {name: value for name, value in params.items() if name not in trained}
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
 
@@ -64,15 +87,240 @@ def _down(params: Params, gradient: Params, lr: float, clip: float | None) -> Mo
     return Move(gradient, {})
 
 
-def sgd(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
-    """Plain gradient descent, one step a batch: w <- w - lr clip(grad), without momentum or weight decay."""
+def _landed(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
+    """Return the entries of a gradient after the step that `_down` describes, to the bit."""
+    move = _down(params, gradient, lr, clip)
+    return move.put or descend({name: params[name] for name in gradient}, gradient, lr, clip)
+
+
+def _rated(gradient: Params, rate: Callable[[str], float] | None) -> Params:
+    return gradient if rate is None else {name: rate(name) * value for name, value in gradient.items()}
+
+
+def sgd(
+    objective: Objective,
+    *,
+    lr: float,
+    clip: float | None = 5.0,
+    only: Callable[[str], bool] = _everything,
+    rate: Callable[[str], float] | None = None,
+) -> Local:
+    """Plain gradient descent, one step per batch: w <- w - lr clip(grad), without momentum or weight decay.
+
+    `only` says which entries are trained; the others stay as they are. `rate` gives an entry's gradient a factor.
+    """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, params, batches[0], received)
+        function, trained = _bind(objective, params, batches[0], received, only=only)
         gradient, loss = grad_and_value(function)(trained)
-        return _down(params, gradient, lr, clip), loss
+        return _down(params, _rated(gradient, rate), lr, clip), loss
 
     return Local(step, lr, clip)
+
+
+def in_turns(
+    objective: Objective,
+    sampling: Sampling,
+    *,
+    first: Callable[[str], bool],
+    epochs: int,
+    lr: float,
+    clip: float | None = 5.0,
+    only: Callable[[str], bool] = _everything,
+    rate: Callable[[str], float] | None = None,
+) -> Local:
+    """Gradient descent in two phases: for so many passes on the entries `first` names, then on the others.
+
+    `only` and `rate` are those of `sgd`.
+    """
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
+        function, trained = _bind(objective, params, batches[0], received, only=only)
+        gradient, loss = grad_and_value(function)(trained)
+        early = sampling.epoch(index, batches[0]) < epochs
+        moving = {
+            name: torch.where(early if first(name) else ~early, value, torch.zeros_like(value))
+            for name, value in _rated(gradient, rate).items()
+        }
+        return _down(params, moving, lr, clip), loss
+
+    return Local(step, lr, clip)
+
+
+def own_of(params: Params) -> Params:
+    """Return a client's own entries under the names of what they stand beside."""
+    return {name.removeprefix(OWN): value for name, value in params.items() if name.startswith(OWN)}
+
+
+def without_own(params: Params) -> Params:
+    """Return everything but a client's own entries."""
+    return tree.select(params, lambda name: not name.startswith(OWN))
+
+
+def use_own(params: Params) -> Params:
+    """Put a client's own entries in the place of those that they stand beside."""
+    return without_own(params) | own_of(params)
+
+
+def near(objective: Objective, *, mu: float, lr: float, clip: float | None = 5.0) -> Local:
+    """Gradient descent on a client's own entries v, near what it received: v <- v - lr clip(grad + mu (v - received)).
+
+    Entries that the client receives and has none of its own for, such as masks and spreads, are used as they came.
+    """
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+        own, given = own_of(params), without_own(received)
+        function, trained = _bind(objective, given | own, batches[0], given, only=own.__contains__)
+        gradient, loss = grad_and_value(function)(trained)
+        gradient = {name: value + mu * (own[name] - given[name]) for name, value in gradient.items()}
+        moved = _landed(given | own, gradient, lr, clip)
+        return Move({}, {OWN + name: value for name, value in moved.items()}), loss
+
+    return Local(step)
+
+
+def side_by_side(first: Local, own: Local) -> Local:
+    """Take two steps on every batch: one on what was received, and one on the client's own entries, each for itself.
+
+    The loss is the first's.
+    """
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
+        move, loss = first.step(without_own(params), batches, without_own(received), index)
+        beside, _ = own.step(params, batches, received, index)
+        return Move(move.slope, move.put | beside.put), loss
+
+    return Local(step, first.lr, first.clip)
+
+
+def controlled(objective: Objective, *, lr: float, clip: float | None = 5.0) -> Local:
+    """SCAFFOLD: descent corrected by how a client's gradients differ from everyone's, and the client's new control.
+
+        w <- w - lr (clip(grad) - c_i + c),    c_i' = c_i - c + (w_received - w) / (steps lr)
+
+    The clip is the gradient's alone, so that c_i' is the mean of the clipped gradients and no longer than the clip.
+    A client ends with w, with c + (c_i' - c_i) in the place of c, and with c_i' as its own. One without a step ends
+    with what it had.
+    """
+
+    def weights(params: Params) -> Params:
+        return tree.select(params, lambda name: not name.startswith((CONTROL, OWN, _START, _STEPS)))
+
+    def init(received: Params) -> Params:
+        start = {_START + name.removeprefix(CONTROL): received[name.removeprefix(CONTROL)]
+                 for name in received if name.startswith(CONTROL)}  # fmt: skip
+        return received | start | {_STEPS: next(iter(start.values())).new_zeros(())}
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+        function, trained = _bind(objective, weights(params), batches[0], weights(received))
+        gradient, loss = grad_and_value(function)(trained)
+        slope = {
+            name: value - params[OWN + CONTROL + name] + params[CONTROL + name]
+            for name, value in tree.clip(gradient, clip).items()
+        }
+        return Move(slope, {_STEPS: params[_STEPS] + 1.0}), loss
+
+    def final(params: Params) -> Params:
+        steps, ended = params[_STEPS], tree.select(params, lambda name: not name.startswith((_START, _STEPS)))
+        for name in [name.removeprefix(_START) for name in params if name.startswith(_START)]:
+            mean = (params[_START + name] - params[name]) / (steps.clamp(min=1.0) * lr)
+            change = torch.where(steps > 0, mean - params[CONTROL + name], torch.zeros_like(mean))
+            for part in (CONTROL, OWN + CONTROL):
+                ended[part + name] = params[part + name] + change
+        return ended
+
+    return Local(step, lr, None, init=init, final=final)
+
+
+def personal(objective: Objective, *, pull: float, steps: int, lr: float, clip: float | None = 5.0) -> Local:
+    """So many steps on every batch towards the minimum of L(theta) + pull/2 |theta - received|^2.
+
+        theta <- theta - lr (clip(grad L(theta)) + pull (theta - received))
+
+    The clip is the gradient's alone: a clipped pull would hold nothing.
+    """
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+        theta = _trained(params, ())
+        losses = []
+        for _ in range(steps):
+            function, at = _bind(objective, params | theta, batches[0], received)
+            gradient, loss = grad_and_value(function)(at)
+            losses.append(loss)
+            slope = tree.map(lambda g, a, w: g + pull * (a - w), tree.clip(gradient, clip), at, received)
+            theta = tree.axpy(-lr, slope, at)
+        return Move({}, theta), losses[0]
+
+    return Local(step)
+
+
+def envelope(near: Local, *, pull: float, lr: float) -> Local:
+    """PFedMe: w <- w - lr pull (w - theta(w)), the gradient of L's Moreau envelope; `near` finds theta(w) from w."""
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+        move, loss = near.step(params, batches, params, index)
+        return Move({name: pull * (params[name] - theta) for name, theta in move.put.items()}, {}), loss
+
+    return Local(step, lr)
+
+
+def mixing(
+    objective: Objective,
+    sampling: Sampling,
+    names: Sequence[str],
+    *,
+    epochs: int,
+    share: float,
+    mix_rate: float,
+    lr: float,
+    clip: float | None = 5.0,
+    personal: bool = False,
+) -> Local:
+    """Mix what was received with a client's own last values of some entries, then gradient descent on all.
+
+        w' = w + (own - w) (1 - mix),    mix <- mix - mix_rate grad_w' * (w - own), within 0 and 1
+
+    Mixing weights are learned for so many passes, each on its first `share` of the rows, and all else is held fixed.
+    A client keeps its own values and its mixing weights; before its first turn its own values are what it received.
+    `personal`: a client ends with what it computes with, and with nothing to keep.
+    """
+
+    def mixture(params: Params, received: Params, weights: Params) -> Params:
+        return {
+            name: received[name] + (params[OWN + name] - received[name]) * (1.0 - weights[MIX + name]) for name in names
+        }
+
+    def init(received: Params) -> Params:
+        old = received[BEGUN] > 0
+        params = received | {OWN + name: torch.where(old, received[OWN + name], received[name]) for name in names}
+        return params | mixture(params, received, params)
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
+        batch = batches[0]
+        early = sampling.epoch(index, batch) < epochs
+        real = torch.ones_like(batch.size).expand(len(batch.y)) if batch.mask is None else batch.mask
+        place = sampling.seen(index, batch) + real.cumsum(0) - real
+        used = real * (~early | (place < torch.ceil(share * batch.size))).to(real.dtype)
+        function, trained = _bind(objective, params, batch._replace(mask=used), received, only=_shared)
+        gradient, loss = grad_and_value(function)(trained)
+        weights = {
+            MIX + name: (
+                params[MIX + name] - mix_rate * gradient[name] * (received[name] - params[OWN + name])
+            ).clamp(0.0, 1.0)
+            for name in names
+        }  # fmt: skip
+        moved = _move(params, gradient, lr, clip)
+        mixed = params | weights | mixture(params, received, weights)
+        changed = [*trained, *weights]
+        return Move({}, {name: torch.where(early, mixed[name], moved[name]) for name in changed}), loss
+
+    def final(params: Params) -> Params:
+        if personal:
+            return tree.select(params, _shared)
+        begun = {BEGUN: torch.ones_like(params[BEGUN])}
+        return params | {OWN + name: params[name] for name in names} | begun
+
+    return Local(step, lr, clip, init=init, final=final)
 
 
 def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Params, Params], Tensor]:
@@ -101,7 +349,7 @@ def maml(
     inner_clip: float | None = 5.0,
     frozen: Sequence[str] = (),
 ) -> Local:
-    """True second-order MAML; three batches a step: one of support, two of query.
+    """True second-order MAML; three batches per step: one of support, two of query.
 
         w' = w - lr clip(grad inner(w; support)),    w <- w - outer_lr clip(d outer(w'; query) / d w)
 
@@ -135,7 +383,7 @@ def hf_maml(
     product: Literal["exact", "difference", "released"] = "exact",
     trust: float = math.inf,
 ) -> Local:
-    """PerFedAvg's Hessian-free MAML; three batches a step.
+    """PerFedAvg's Hessian-free MAML; three batches per step.
 
         w' = w - lr clip(grad inner(w; B1)),    g = grad outer(w'; B2),    w <- w - outer_lr clip(g - lr H(w; B3) g)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from ..errors import UserError
 from ..ops import conv, dense
 from ..ops.precision import EXACT
 from ..tree import Params
 from . import rng
 from .posterior import Posterior, per_weight
+from .trace import Traced, check_instance, check_layers, trace
 from .types import Model
 
 _EXTRAS = ("variance", "alpha", "mask", "key")
@@ -171,30 +173,27 @@ def _halves(pool: nn.Module) -> bool:
 _NOISY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _NoisyLinear, nn.Conv2d: _NoisyConv2d}
 
 
-def _prepare(module: nn.Module) -> dict[str, _Noisy]:
-    """Turn the module's linear and convolutional layers into noisy ones, in place; return them by name."""
-    layers: dict[str, _Noisy] = {}
-    for name, layer in module.named_modules():
-        noisy = _NOISY.get(type(layer))
-        if noisy is not None:
-            layer.__class__ = noisy
-            for extra in _EXTRAS:
-                layer.register_buffer(extra, torch.empty(0))
-            assert isinstance(layer, _Noisy)
-            layers[name] = layer
-        elif isinstance(layer, nn.modules.batchnorm._BatchNorm) or getattr(layer, "running_mean", None) is not None:
-            raise ValueError(
-                f"layer {name!r} ({type(layer).__name__}) mixes rows or keeps running statistics of them, which "
-                "clients with different data cannot share; use GroupNorm or LayerNorm instead"
-            )
-        elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-            raise ValueError(
-                f"layer {name!r} ({type(layer).__name__}) draws random numbers of its own, which no seed here governs; "
-                "remove it and use a method with +dropout instead"
-            )
+def _layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the module's linear and convolutional layers by name, in the order of registration."""
+    layers = {name: layer for name, layer in module.named_modules() if type(layer) in _NOISY}
     if not layers:
-        raise ValueError("the module has no nn.Linear or nn.Conv2d layer; at least its output layer must be one")
+        raise UserError("the module has no nn.Linear or nn.Conv2d layer; at least its output layer must be one")
     return layers
+
+
+def _prepare(layers: Mapping[str, nn.Module]) -> None:
+    """Turn linear and convolutional layers into noisy ones, in place."""
+    for layer in layers.values():
+        layer.__class__ = _NOISY[type(layer)]
+        for extra in _EXTRAS:
+            layer.register_buffer(extra, torch.empty(0))
+
+
+def _keep_to_layers(module: nn.Module) -> None:
+    """Let transformers call their layers, in place: a built one in evaluation mode passes by them, and by noise."""
+    for part in module.modules():
+        if isinstance(part, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerEncoder):
+            part.training = True
 
 
 def _without_output(module: nn.Module, output: str) -> nn.Module:
@@ -209,35 +208,36 @@ def from_module(
     module: nn.Module,
     variational: Sequence[str] | None = None,
     *,
+    example: Tensor | None = None,
     init: Callable[[Tensor, str, Tensor], Tensor] | None = None,
     precision: str = EXACT,
 ) -> Model:
     """Turn a module that maps (B, ...) to logits (B, K) into a `Model`.
 
     Args:
-        module: any module without BatchNorm and Dropout. Its output layer is the last `nn.Linear` or `nn.Conv2d`.
+        module: any module without BatchNorm and Dropout, whose logits one `nn.Linear` or `nn.Conv2d` makes.
         variational: names of the linear or convolutional layers that carry a posterior when the method has one.
             Default: the layer before the output layer (or the output layer, if it is the only one).
+        example: a few rows (B, ...), which are followed through the module to find the output layer and the one
+            before it. Without them the order of registration is taken until a run, which has rows, finds both.
         init: makes a tensor's initial value from (key, name, the module's own value). Default: the module's own
             values, so pre-trained weights are kept.
         precision: one of `ops.precision.PRECISIONS`, for what a GPU computes; parameters and answers keep their type.
     """
+    check_instance(module)
+    check_layers(module)
     module = copy.deepcopy(module)
     if type(module) in _NOISY:
         module = nn.Sequential(module)
-    layers = {name: tuple(layer.weight.shape) for name, layer in _prepare(module).items()}
+    _keep_to_layers(module)
+    noisy = _layers(module)
+    layers = {name: tuple(layer.weight.shape) for name, layer in noisy.items()}  # type: ignore[arg-type]
+    found = _registered(noisy) if example is None else trace(module, noisy, example)
+    _prepare(noisy)
     _fuse(module, precision)
-    names = tuple(layers)
-    chosen = tuple(variational) if variational is not None else names[-2:-1] or names[-1:]
-    for name in chosen:
-        if name not in layers:
-            raise ValueError(f"no linear or convolutional layer is called {name!r}; the module has {', '.join(names)}")
     start = {name: value.detach().clone() for name, value in module.named_parameters()}
-    for name in chosen:
-        if f"{name}.weight" not in start:
-            raise ValueError(f"layer {name!r} shares its weight with another layer, which must carry the posterior")
-    output = names[-1]
-    body = _without_output(module, output)
+    chosen = (found.before,) if variational is None else tuple(variational)
+    _check_carriers(chosen, layers, start)
     tied = len(list(module.named_parameters(remove_duplicate=False))) > len(start)
 
     def make(key: Tensor) -> Params:
@@ -277,10 +277,40 @@ def from_module(
     def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:  # noqa: ARG001
         return run(params, x, {}, 1)
 
-    def features(params: Params, x: Tensor) -> Tensor:
-        return _call(body, weights(params, output + "."), x, tied).to(x.dtype)
+    def at(found: Traced) -> Model:
+        """The model with its output layer there."""
+        body = _without_output(module, found.head)
 
-    return Model(make, apply, features, run, layers, chosen, init is not None)
+        def features(params: Params, x: Tensor) -> Tensor:
+            return _call(body, weights(params, found.head + "."), x, tied).to(
+                x.dtype if x.is_floating_point() else next(iter(params.values())).dtype
+            )
+
+        before = chosen if variational is not None else (found.before,)
+        return Model(make, apply, features, run, layers, before, init is not None, (found.head,), found.num_classes)
+
+    def settle(rows: Tensor) -> Model:
+        like = next(module.parameters())
+        return at(trace(module, noisy, rows.to(like.device, like.dtype if rows.is_floating_point() else rows.dtype)))
+
+    return at(found) if example is not None else at(found)._replace(settle=settle)
+
+
+def _registered(layers: Mapping[str, nn.Module]) -> Traced:
+    """Take the last layer for the output, and for the one before it the last that has no other layer's weights."""
+    *others, head = layers
+    first = {id(layer.weight): name for name, layer in reversed(list(layers.items()))}
+    return Traced(head, ([name for name in others if name in first.values()] or [head])[-1], 0)
+
+
+def _check_carriers(chosen: Sequence[str], layers: Mapping[str, object], start: Params) -> None:
+    """Refuse layers that cannot carry a posterior."""
+    for name in chosen:
+        if name not in layers:
+            there = ", ".join(layers)
+            raise UserError(f"no linear or convolutional layer is called {name!r}; the module has {there}")
+        if f"{name}.weight" not in start:
+            raise UserError(f"layer {name!r} shares its weight with another layer, which must carry the posterior")
 
 
 def _call(module: nn.Module, given: Params, x: Tensor, tied: bool) -> Tensor:
@@ -329,10 +359,9 @@ def reset(model: Model, layers: Sequence[str]) -> Model:
 
 def headless(model: Model) -> Model:
     """Drop the output layer's parameters, for methods that answer from the features alone."""
-    output = list(model.layers)[-1]
 
     def init(key: Tensor) -> Params:
-        return {name: value for name, value in model.init(key).items() if not name.startswith(output + ".")}
+        return {name: value for name, value in model.init(key).items() if not model.in_head(name)}
 
     return model._replace(init=init)
 

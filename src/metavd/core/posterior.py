@@ -46,6 +46,7 @@ class Choice:
     max_rate: float = 0.99
     clamp: ops.Clamp = "inward"
     kl_epsilon: ops.Epsilon = "weight"
+    prior: ops.Prior = "hierarchical"
 
 
 class Posterior(Protocol):
@@ -147,6 +148,7 @@ class Spread:
     """Floor of log sigma^2 (or log alpha)."""
     high: float = 8.5
     clamp: ops.Clamp = "through"
+    prior: ops.Prior = "hierarchical"
 
     everywhere: ClassVar[bool] = False
     name: ClassVar[str]
@@ -158,16 +160,18 @@ class Spread:
     @classmethod
     def build(cls, layers: tuple[str, ...], weights: Callable[[], Params], choice: Choice) -> Self:
         """Start at the wished dropout rate, within the wished range."""
-        first = cls.initial(layers, weights, choice)
+        if choice.prior == "anchored" and not choice.rate:
+            raise ValueError("prior is anchored at rate, but rate is 0; give the rate to stay near, such as rate=0.2")
+        first, prior = cls.initial(layers, weights, choice), choice.prior
         if choice.clamp == "released":
-            return cls(layers, offset=0.0, first=first, low=choice.floor, high=8.5, clamp="released")
+            return cls(layers, offset=0.0, first=first, low=choice.floor, high=8.5, clamp="released", prior=prior)
         high = cls.ceiling(choice)
         if not choice.floor <= first <= high:
             raise ValueError(
                 f"the posterior starts at {cls.quantity} = {first:.3g}, but its range is {choice.floor:g} to "
                 f"{high:.3g}; move floor, ceiling, max_rate or rate"
             )
-        return cls(layers, offset=first, low=choice.floor, high=high, clamp=choice.clamp)
+        return cls(layers, offset=first, low=choice.floor, high=high, clamp=choice.clamp, prior=prior)
 
     @classmethod
     def initial(cls, layers: tuple[str, ...], weights: Callable[[], Params], choice: Choice) -> float:  # noqa: ARG003
@@ -185,8 +189,11 @@ class Spread:
         return ops.Bounds(self.offset, self.low, self.high, self.clamp)
 
     def describe(self) -> dict[str, Any]:
-        """Return name and fields."""
-        return {"posterior": self.name, **asdict(self)}
+        """Return name and fields; the usual prior goes without saying, as in files from before there was another."""
+        told = {"posterior": self.name, **asdict(self)}
+        if self.prior == "hierarchical":
+            del told["prior"]
+        return told
 
     def entry(self, layer: str) -> str:
         """Return the name under which a layer's spread travels."""
@@ -246,9 +253,15 @@ class Spread:
         return share / (per_weight(self.spread(params, layer).exp(), params[f"{layer}.weight"]) + _EPS)
 
     def kl(self, params: Params, *, mean: bool = True) -> Tensor:
-        """Return KL(q || p) under the hierarchical prior N(0, gamma) with gamma at its optimum, over all layers.
+        """Return KL(q || p) over all layers.
+
+        Under the hierarchical prior N(0, gamma) with gamma at its optimum it is
 
             KL = 1/2 log(1 + theta^2 / sigma^2) = 1/2 log(1 + 1 / alpha),    dKL / d log sigma^2 = -(1 - p) / 2
+
+        and anchored where the spread started, a0 = sigma0^2 (or alpha0), under the prior N(theta, a0)
+
+            KL = 1/2 (a / a0 - 1 - log(a / a0)),    dKL / d log a = (a / a0 - 1) / 2
 
         The mean runs over all spreads of all layers. The gradient goes to the spread alone: theta is held fixed, as in
         the released code.
@@ -264,9 +277,17 @@ class Spread:
 
     def kl_terms(self, params: Params, layer: str) -> Tensor:
         """Return the KL of each spread of a layer."""
-        terms = ops.relative_kl(self.log_alpha(params, layer))
+        anchored = self.prior == "anchored"
+        terms = self.anchored_terms(params, layer) if anchored else ops.relative_kl(self.log_alpha(params, layer))
         mask = params.get(f"{layer}.mask")
         return terms if mask is None else terms * mask
+
+    def anchored_terms(self, params: Params, layer: str) -> Tensor:
+        """Return the anchored KL of each spread of a layer, from what is stored: exactly 0 at the start."""
+        stored = params.get(self.entry(layer))
+        if stored is None:
+            return torch.zeros_like(self.spread(params, layer))
+        return ops.anchored_kl(ops.clamp(stored, *self.bounds.ends, self.clamp) - self.first)
 
 
 @dataclass(frozen=True)
@@ -314,12 +335,14 @@ class LogVariance(Spread):
     def layer_kl(self, params: Params, layer: str, scale: float) -> Tensor:
         """Return one layer's KL, times a scale."""
         stored, mask = params.get(self.entry(layer)), params.get(f"{layer}.mask")
-        if stored is None:
+        if stored is None or self.prior == "anchored":
             return self.kl_terms(params, layer).sum() * scale
         return ops.kl(stored, params[f"{layer}.weight"], mask, self.bounds, scale, self.kl_epsilon)
 
     def kl_terms(self, params: Params, layer: str) -> Tensor:
         """Return the KL of each weight."""
+        if self.prior == "anchored":
+            return super().kl_terms(params, layer)
         mask = params.get(f"{layer}.mask")
         return ops.kl_terms(self.spread(params, layer), params[f"{layer}.weight"], mask, self.kl_epsilon)
 

@@ -5,7 +5,8 @@ Shape letters: C clients, K classes, D distillation rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,19 +18,22 @@ from torch.func import vmap
 from .. import tree
 from ..tree import Params
 from . import rng
+from .aggregate import votes
 from .diff import grad, pulled
 from .emit import OWNED
 from .local import FIXED
 from .objective import soft_cross_entropy
-from .optim import Groups
-from .posterior import per_weight
+from .optim import Groups, remembered
+from .posterior import Posterior, per_weight
+from .rules import Ballot, Rule, consensus
 from .types import Aggregate, Emit, Model, Server, ServerState, Update
 
 _TINY = 1e-30
 """Keeps the shares of a cohort without any rows at 0."""
 
 
-def _movable(params: Params) -> Params:
+def movable(params: Params) -> Params:
+    """Return the entries that training moves: all but masks."""
     return tree.select(params, lambda name: name.rpartition(".")[2] not in FIXED)
 
 
@@ -59,7 +63,7 @@ def pull(
 
     def init(key: Tensor) -> ServerState:
         params = emit.init(rng.fold(key, 0))
-        slots = tree.map(torch.zeros_like, _movable(params))
+        slots = groups.begin(movable(params))
         some = next(iter(params.values()))
         return ServerState(params, slots, torch.zeros((), dtype=some.dtype, device=some.device), key)
 
@@ -71,13 +75,16 @@ def pull(
 
         def emitted(moving: Params) -> Params:
             out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
-            return _movable(out)
+            return movable(out)
 
         def gap(computed: Params) -> Params:
-            sent = computed if anew else _movable(update.sent)
-            return tree.map(lambda a, b: torch.einsum("c,c...->c...", weight, a - b), sent, targets)
+            if update.moved:
+                apart = tree.map(torch.neg, update.moved)
+            else:
+                apart = tree.map(torch.sub, computed if anew else movable(update.sent), targets)
+            return tree.map(lambda value: torch.einsum("c,c...->c...", weight, value), apart)
 
-        gradient = pulled(emitted, _movable(state.params), gap)
+        gradient = pulled(emitted, movable(state.params), gap)
         if not owned_by_share:
             for name in gradient:
                 if name.startswith(OWNED):
@@ -86,12 +93,95 @@ def pull(
                     gradient[name] = gradient[name].index_copy(0, update.client, rows)
         params, slots = groups.step(state.params, tree.clip(gradient, clip), state.slots, update.client)
         for name, mask in tree.select(update.params, lambda name: name.endswith(".mask")).items():
-            # A weight that nobody was sent stays where it is, and so does its momentum.
+            # A weight that nobody was sent stays where it is, and so does what is remembered of it.
             weights = name.removesuffix("mask") + "weight"
             sent_to_some = per_weight(mask.amax(0), params[weights]) > 0
             params[weights] = torch.where(sent_to_some, params[weights], state.params[weights])
-            slots[weights] = torch.where(sent_to_some, slots[weights], state.slots[weights])
+            for each in remembered(weights, slots):
+                slots[each] = torch.where(sent_to_some, slots[each], state.slots[each])
         return ServerState(params, slots, state.round + 1, state.key)
+
+    return Server(init, update)
+
+
+def guarded(base: Server, rule: Rule, posterior: Posterior | None = None, *, by_size: bool = True) -> Server:
+    """Let a rule decide what a server is told: the consensus in place of every client's own answer.
+
+        told_i = sent_i + consensus of {answer_j - sent_j}    of what all share, which the server holds by that name
+        told_i = sent_i + trust_i (answer_i - sent_i)         of what is the client's own, which is not mixed
+
+    The differences are to what was sent, to the bit. by_size=False: every client counts alike.
+    """
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        weight = update.weight if by_size else torch.ones_like(update.weight)
+        weight = weight / weight.sum().clamp(min=_TINY)
+        sent = {name: update.sent[name] for name in movable(update.params)}
+        moves = {name: update.params[name] - value for name, value in sent.items()}
+        shared = [name for name in moves if name in state.params]
+        counted = rule(Ballot(moves, votes(update.params, weight, shared, posterior), weight, torch.ones_like(weight)))
+        common = consensus(counted.moves, counted.votes)
+        told = {
+            name: value + common[name]
+            if name in common
+            else value + torch.einsum("c,c...->c...", counted.trust, counted.moves[name])
+            for name, value in sent.items()
+        }
+        return base.update(state, update._replace(params=update.params | told))
+
+    return Server(base.init, update)
+
+
+def by_participation(base: Server, prefix: str, num_clients: int) -> Server:
+    """Move entries of this prefix by the share of all clients that answered: SCAFFOLD's |S|/N."""
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        new, share = base.update(state, update), len(update.client) / num_clients
+        moved = {name: state.params[name] + share * (value - state.params[name])
+                 for name, value in new.params.items() if name.startswith(prefix)}  # fmt: skip
+        return new._replace(params=new.params | moved)
+
+    return Server(base.init, update)
+
+
+def idle(model: Model) -> Server:
+    """A server that knows nothing and counts rounds: for clients that stay alone."""
+
+    def init(key: Tensor) -> ServerState:
+        some = next(iter(model.init(rng.fold(key, 0)).values()))
+        return ServerState({}, {}, torch.zeros((), dtype=some.dtype, device=some.device), key)
+
+    return Server(init, lambda state, update: state._replace(round=state.round + 1))  # noqa: ARG005
+
+
+def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> Server:
+    """Take some entries as they are: the weighted mean of the answers, which no rate, momentum or clip touches.
+
+    They are statistics of the clients' rows, and no steps. After so many rounds they stay as they are; until then, if
+    there is such an end, they are the mean over the rounds.
+    """
+
+    def others(params: Params) -> Params:
+        return tree.select(params, lambda name: name not in names)
+
+    def init(key: Tensor) -> ServerState:
+        state = base.init(key)
+        return state._replace(slots=others(state.slots))
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        moved = base.update(
+            state._replace(params=others(state.params)),
+            update._replace(params=others(update.params), sent=others(update.sent)),
+        )
+        total = update.weight.sum()
+        weight = update.weight / total.clamp(min=_TINY)
+        share = torch.ones_like(state.round) if math.isinf(rounds) else 1.0 / (state.round + 1.0)
+        takes = (state.round < rounds) & (total > 0)
+        params = dict(state.params) | moved.params
+        for name in names:
+            mean = torch.einsum("c,c...->...", weight, update.params[name])
+            params[name] = torch.where(takes, params[name] + share * (mean - params[name]), params[name])
+        return moved._replace(params=params)
 
     return Server(init, update)
 

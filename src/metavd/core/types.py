@@ -1,10 +1,13 @@
-"""The values that flow through a round, and the five slots that a method fills.
+"""The values that flow through a round, and the slots that a method fills.
 
-    received_i = emit(server_params, i)               what client i receives
-    adapted_i  = local(received_i, batches_i)         what client i does with its data
-    server'    = server.update(server, {adapted_i})   what the server makes of the answers
-    own_i      = personalize(received_i', batches_i)  what a client does before it is used or tested
-    answer     = predict(own_i, x, key)               how a personalised model answers
+    received_i       = emit(server_params, i)                what client i receives
+    sent_i, kept_i'  = local(received_i, kept_i, batches_i)  what client i does with its data
+    server'          = server.update(server, {sent_i})       what the server makes of the answers
+    own_i            = personalize(received_i', kept_i, ...) what a client does before it is used or tested
+    answer           = predict(own_i, x, key)                how a personalised model answers
+
+What a client keeps between rounds begins as `keep.init(key, i)` and never leaves it. For its own computation the two
+trees are one: a client's stage sees `received | kept`, and of what it ends with, the names that were kept stay.
 
 Shape letters: C clients, T local steps, B batch, S noise draws, K classes, N participating clients.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +25,11 @@ from .. import tree
 from ..errors import FailedError
 from ..ops.step import descend
 from ..tree import Params
+from .accountant import Mechanism
 from .posterior import Posterior
 
+LABELS = "labels"
+"""(K,) float: how many of a client's training rows have each label."""
 NEW = -1
 """The id of a client that the server has never trained with."""
 
@@ -47,6 +53,8 @@ class Batch(NamedTuple):
     """() float, for schedules."""
     size: Tensor
     """() float, how many training samples the client has."""
+    about: Params = {}  # noqa: RUF012 (nobody writes into it)
+    """What else the stage asked to be told of the client: `LABELS` where its `Sampling` counts classes, or nothing."""
 
 
 class Job(NamedTuple):
@@ -58,6 +66,8 @@ class Job(NamedTuple):
     rows: Tensor
     """(R, ...) inputs to answer, none when training."""
     key: Tensor
+    kept: Params = {}  # noqa: RUF012 (nobody writes into it)
+    """What the client keeps."""
 
 
 class Model(NamedTuple):
@@ -78,6 +88,16 @@ class Model(NamedTuple):
     """Names of the layers that carry a posterior when a method asks for one."""
     fresh: bool
     """Whether `init` draws new weights (False: it returns those that the module came with)."""
+    head: tuple[str, ...] = ()
+    """Names of the layers that turn features into logits: what methods with a private head keep."""
+    num_classes: int = 0
+    """How many logits a row gets; 0 where nobody has looked."""
+    settle: Callable[[Tensor], Model] | None = None
+    """(rows) -> the model with its head and its layer before the head found by a forward pass; None: they are found."""
+
+    def in_head(self, name: str) -> bool:
+        """Whether a parameter belongs to the head."""
+        return name.rpartition(".")[0] in self.head
 
 
 class Emit(NamedTuple):
@@ -85,6 +105,13 @@ class Emit(NamedTuple):
 
     init: Callable[[Tensor], Params]
     apply: Callable[[Params, Tensor, Tensor], Params]
+
+
+class Keep(NamedTuple):
+    """What a client keeps between rounds."""
+
+    init: Callable[[Tensor, Tensor], Params]
+    """(key of the run, id of the client) -> what the client keeps before its first turn."""
 
 
 class Update(NamedTuple):
@@ -98,10 +125,31 @@ class Update(NamedTuple):
     weight: Tensor
     sent: Params
     """(C, ...) what each client received, to the bit; what all share is one tensor, expanded."""
+    moved: Params = {}  # noqa: RUF012 (nobody writes into it)
+    """(C, ...) params - sent, where that is known better than a subtraction tells; empty: it is not."""
+
+
+class Kept(Protocol):
+    """What all simulated clients keep at one moment: a table with one row per client; see `engine.kept`."""
+
+    def rows(self, clients: Sequence[int]) -> Params:
+        """Return what clients keep, (C, ...); zeros for one that has not kept anything yet."""
+
+    def has(self, clients: Sequence[int]) -> list[bool]:
+        """Return of each client whether it has kept anything yet."""
+
+    def put(self, clients: Sequence[int], kept: Params) -> Kept:
+        """Return the table of the next moment, in which clients keep something else; this one stays as it is."""
+
+    def visited(self) -> list[int]:
+        """Return the clients that have kept something, ascending."""
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
 
 
 class ServerState(NamedTuple):
-    """All that a server knows; a checkpoint is exactly this."""
+    """All that a server knows, and in a simulation what its clients keep; a checkpoint is exactly this."""
 
     params: Params
     slots: Params
@@ -110,6 +158,8 @@ class ServerState(NamedTuple):
     """() float: rounds finished."""
     key: Tensor
     """() int64: the run's key."""
+    kept: Kept | None = None
+    """What simulated clients keep, where the method lets them; no function of the server is ever given it."""
 
 
 class Answer(NamedTuple):
@@ -196,6 +246,8 @@ Objective = Callable[[Params, Batch, Params], Tensor]
 """(parameters, batch, what was received) -> scalar loss."""
 Aggregate = Callable[[Params, Tensor], Params]
 """((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets."""
+Veil = Callable[[Params, Params, Tensor], Params]
+"""(received, answer, key) -> what a client sends in place of its answer."""
 Predict = Callable[[Params, Tensor, Tensor], Answer]
 """(personalised, x (B, ...), key) -> what it answers."""
 Serve = Callable[[Params, Tensor, Tensor], Params]
@@ -222,11 +274,38 @@ class Sampling:
     """Crop and mirror photographs at random, where the data allows it."""
     extra: int = 0
     """Rows of every class, from the pooled training rows, that a client is given on top (pFedGP's protocol)."""
+    classes: int = 0
+    """Classes of which batches say how many rows the client has, see `Batch.about`; 0: they do not say."""
+
+    def epoch(self, index: Tensor, batch: Batch) -> Tensor:
+        """Return the pass over a client's rows, from 0, to which its step of this number belongs.
+
+        Each client has its own number of steps in a pass, and padding counts for none: so phases of training ("first
+        the head, then the features") agree however clients are run.
+        """
+        return torch.div(index.to(batch.size.dtype), self._steps(batch), rounding_mode="floor")
+
+    def seen(self, index: Tensor, batch: Batch) -> Tensor:
+        """Return how many rows of its pass the steps before this one held, one batch being one step."""
+        begun = self.epoch(index, batch) * self._steps(batch)
+        return (index.to(batch.size.dtype) - begun) * self.batch
+
+    def _steps(self, batch: Batch) -> Tensor:
+        """Return the number of steps in a client's pass."""
+        return torch.ceil(batch.size / (self.batch * self.group)).clamp(min=1.0)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """What a client does before use or test that has kept nothing yet: in place of `personalize`."""
+
+    stage: Local
+    batches: Sampling
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A method: five slots, and the batches that its two client stages want."""
+    """A method: its slots, and the batches that its client stages want."""
 
     emit: Emit
     local: Local
@@ -237,5 +316,13 @@ class Algorithm:
     admit: Admit
     train_batches: Sampling
     personal_batches: Sampling
-    noise: Posterior | None = None
+    posterior: Posterior | None = None
     """The posterior, where there is one: for diagnostics of its dropout rates."""
+    keep: Keep | None = None
+    """What clients keep between rounds; None: nothing."""
+    newcomer: Newcomer | None = None
+    """For clients that have kept nothing yet; None: they do as the others."""
+    privacy: Mechanism | None = None
+    """How the server's parameters hide single clients; None: they do not."""
+    veil: Veil | None = None
+    """What a client does to its answer before it leaves; None: nothing."""

@@ -1,7 +1,8 @@
 """A server's whole state on disk: one container per checkpoint, written whole or not at all, the last two kept.
 
-    round-000050.safetensors    parameters, optimiser memory, round and key; in its header the round, the run's spec
-                                and seed where they are given, and what the caller adds
+    round-000050.safetensors    parameters, optimiser memory, round and key, and what simulated clients keep; in its
+                                header the round, the run's spec and seed where they are given, and what the caller
+                                adds
 
 A damaged checkpoint is reported by name and the one before it is used.
 """
@@ -19,34 +20,53 @@ import torch
 
 from ..container import Format, dump, load, write_atomic
 from ..core.types import ServerState
+from ..errors import UserError
 from ..tree import Params
+from .kept import digest, filled
 
 CHECKPOINT = Format("checkpoint", 2)
 KEEP = 2
 
 
 def _flat(state: ServerState) -> Params:
+    """Return all that a server knows, by name."""
     named = {f"params/{name}": value for name, value in state.params.items()}
     named |= {f"slots/{name}": value for name, value in state.slots.items()}
     named |= {"round": state.round, "key": state.key}
     return {name: value.detach().cpu().contiguous() for name, value in named.items()}
 
 
+def _private(state: ServerState) -> Params:
+    """Return what those simulated clients keep that have kept something, by name, and who they are."""
+    if state.kept is None:
+        return {}
+    who = state.kept.visited()
+    rows = {f"kept/{name}": value.cpu().contiguous() for name, value in state.kept.rows(who).items()}
+    return rows | {"clients": torch.tensor(who, dtype=torch.int64), "of": torch.tensor(len(state.kept))}
+
+
 def _state(flat: Params) -> ServerState:
-    params, slots = (
+    params, slots, kept = (
         {name.removeprefix(part): value for name, value in flat.items() if name.startswith(part)}
-        for part in ("params/", "slots/")
+        for part in ("params/", "slots/", "kept/")
     )
-    return ServerState(params, slots, flat["round"], flat["key"])
+    table = filled(int(flat["of"]), flat["clients"].tolist(), kept) if kept else None
+    return ServerState(params, slots, flat["round"], flat["key"], table)
 
 
 def state_hash(state: ServerState) -> str:
-    """SHA-256 over names and bits: two states are the same exactly when their hashes are."""
+    """SHA-256 over names and bits: two servers know the same exactly when their hashes are the same."""
     digest = hashlib.sha256()
     for name, value in sorted(_flat(state).items()):
         digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
         digest.update(value.numpy().tobytes())
     return digest.hexdigest()
+
+
+def hashes(state: ServerState) -> dict[str, str]:
+    """Return what stands in a result of the state that it tested: of the server, and of what clients keep if any."""
+    kept = {} if state.kept is None else {"kept_sha256": digest(state.kept)}
+    return {"model_sha256": state_hash(state), **kept}
 
 
 def save_checkpoint(
@@ -64,7 +84,10 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     named = {"round": int(state.round), "spec": spec, "seed": seed}
     words = {name: str(value) for name, value in named.items() if value is not None}
-    write_atomic(_path(folder, int(state.round)), dump(CHECKPOINT, _flat(state), words | {"extra": json.dumps(extra)}))
+    write_atomic(
+        _path(folder, int(state.round)),
+        dump(CHECKPOINT, _flat(state) | _private(state), words | {"extra": json.dumps(extra)}),
+    )
     for old in _rounds(folder)[KEEP:]:
         _path(folder, old).unlink(missing_ok=True)
 
@@ -79,21 +102,40 @@ def _rounds(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in names if match), reverse=True)
 
 
+def _check_run(path: Path, words: Mapping[str, str], spec: str | None, seed: int | None) -> None:
+    for name, wanted in (("seed", seed), ("spec", spec)):
+        there = words.get(name)
+        if wanted is not None and there is not None and there != str(wanted):
+            raise UserError(
+                f"the checkpoint {path} is another run's ({name} {there}, and this run has {wanted}); take it away, or "
+                "put back your copy of this run's"
+            )
+
+
 def load_checkpoint(
     folder: Path,
     device: torch.device | str = "cpu",
     report: Callable[[str], None] = lambda _: None,
     round: int | None = None,
+    *,
+    spec: str | None = None,
+    seed: int | None = None,
 ) -> tuple[ServerState, dict[str, Any]] | None:
     """Return the newest sound checkpoint, or that of a round, and the caller's additions, or None.
 
-    Each damaged one is named to `report`.
+    Each damaged one is named to `report`. One that names another `spec` or `seed` than these is another run's, and
+    refused.
     """
     for found in _rounds(folder) if round is None else [each for each in _rounds(folder) if each == round]:
         path = _path(folder, found)
         try:
             flat, words = load(CHECKPOINT, path.read_bytes())
+            _check_run(path, words, spec, seed)
+            if int(flat["round"]) != found:
+                raise ValueError(f"it is of round {int(flat['round'])}")
             return _state({name: value.to(device) for name, value in flat.items()}), json.loads(words["extra"])
+        except UserError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             report(f"checkpoint {path} is damaged ({error}); trying the one before it")
     return None

@@ -20,9 +20,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..core.accountant import Mechanism
 from ..core.types import NonFiniteError, ServerState, Update
 from ..errors import FailedError, UserError
-from .checkpoint import load_checkpoint, save_checkpoint, state_hash
+from ..tree import Params
+from .checkpoint import hashes, load_checkpoint, save_checkpoint
+from .ledger import Ledger
 from .turn import Moment, check_finite, magnitudes, moment
 
 
@@ -69,15 +72,13 @@ class Answers(NamedTuple):
     """C clients that answered, ascending."""
     lost: list[int]
     update: Update | None
-    """Their answers in the order of their ids; None where nobody answered."""
+    """Their answers in the order of their ids; None where nobody answered and the server is not to know of it."""
     losses: Tensor | None
     """(C,)."""
     account: Callable[[], Account]
     """Asked for when the round is over; may wait for the device."""
-
-
-def _as_it_is(state: ServerState) -> ServerState:
-    return state
+    kept: Params = {}  # noqa: RUF012 (nobody writes into it)
+    """(C, ...) what the clients keep, where they are simulated and the method lets them."""
 
 
 class Transport(NamedTuple):
@@ -85,7 +86,7 @@ class Transport(NamedTuple):
 
     collect: Callable[[ServerState, Moment], Answers]
     """Choose who takes part, send them what the state has for them, let them train, return their answers."""
-    ready: Callable[[ServerState], ServerState] = _as_it_is
+    ready: Callable[[ServerState], ServerState] = lambda state: state
     """Called before every round and before the last evaluation: waits for clients, and may give newcomers rows."""
     ahead: int = 0
     """Rounds that may be under way while an earlier one is waited for."""
@@ -126,9 +127,11 @@ def _taken(
         return state._replace(round=state.round + 1), lambda: Record(
             done + 1, [], answers.lost, None, *answers.account()
         )
-    new = update(state, answers.update)
-    weight, answered = answers.update.weight, answers.update.params | {"loss": answers.losses}
-    loss = (answers.losses * weight).sum() / weight.sum()
+    new = update(state._replace(kept=None), answers.update)
+    if state.kept is not None:
+        new = new._replace(kept=state.kept.put(answers.cohort, answers.kept) if answers.cohort else state.kept)
+    weight, answered = answers.update.weight, answers.update.params | answers.kept | {"loss": answers.losses}
+    loss = (answers.losses * weight).sum() / weight.sum()  # no number where nobody answered
     told = _fetch(torch.stack([loss, *magnitudes([*answered.values(), *new.params.values()])]))
 
     def finish() -> Record:
@@ -136,7 +139,8 @@ def _taken(
         if not all(map(math.isfinite, sizes)):
             check_finite(answered, done + 1, answers.cohort)
             check_finite(new.params, done + 1, "the server's update")
-        return Record(done + 1, answers.cohort, answers.lost, mean, *answers.account())
+        known = mean if answers.cohort else None
+        return Record(done + 1, answers.cohort, answers.lost, known, *answers.account())
 
     return new, finish
 
@@ -188,46 +192,6 @@ class InterruptedRun(FailedError):  # noqa: N818
     """The run was stopped by hand; its checkpoint is safe."""
 
 
-class LostStateError(UserError):
-    """A state that a run needs to go on is missing or damaged."""
-
-
-class Spec(Protocol):
-    """What of an experiment the loop must know."""
-
-    @property
-    def method(self) -> str: ...  # noqa: D102
-    @property
-    def data(self) -> str: ...  # noqa: D102
-    @property
-    def seed(self) -> int: ...  # noqa: D102
-    @property
-    def rounds(self) -> int: ...  # noqa: D102
-    @property
-    def device(self) -> str: ...  # noqa: D102
-    @property
-    def eval_every(self) -> int: ...  # noqa: D102
-    @property
-    def checkpoint_every(self) -> int: ...  # noqa: D102
-    @property
-    def patience(self) -> int: ...  # noqa: D102
-
-
-class Journal(Protocol):
-    """A run's folder."""
-
-    @property
-    def folder(self) -> Path: ...  # noqa: D102
-    @property
-    def checkpoint(self) -> Path: ...  # noqa: D102
-    @property
-    def best(self) -> Path: ...  # noqa: D102
-    def add_round(self, record: Mapping[str, Any]) -> None: ...  # noqa: D102
-    def finish(  # noqa: D102
-        self, result: Mapping[str, Any], clients: Sequence[Mapping[str, Any]], details: Mapping[str, Any]
-    ) -> None: ...
-
-
 class Tested(NamedTuple):
     """An evaluation of all clients."""
 
@@ -240,24 +204,34 @@ class Tested(NamedTuple):
 class Run:
     """A run, ready to be carried out."""
 
-    spec: Spec
+    spec: Any
+    """An `Experiment` of `runs.settings`, of which this loop knows what every method shares."""
     spec_hash: str
     update: ServerUpdate
     transport: Transport
     test: Callable[[ServerState], Tested]
     """Personalise and test every client."""
-    journal: Journal | None
+    journal: Any
+    """The run's folder, a `Store` of `runs.store`; None: nothing is written."""
     listener: Listener
+    written: Any = None
+    """The run's folder where another process writes it: only a best state is read from there."""
     valid: Callable[[ServerState], Mapping[str, Any]] | None = None
     """Sum up the clients' answers on validation rows; for `patience`."""
     notes: Sequence[str] = ()
     """What a person should know before the first round."""
+    warned: Callable[[float | None, Mapping[str, Any]], Sequence[str]] = lambda *_: ()
+    """(the last round's loss, the last evaluation) -> what a person should know before the result is believed."""
     about: Callable[[], Mapping[str, Any]] = dict
     """What stands in the result beside what every run has."""
     kept: Callable[[], Mapping[str, Any]] = dict
     """What a checkpoint keeps for the transport."""
     again: str = "go on with --resume"
     """How a stopped run is gone on with, for people."""
+    privacy: Mechanism | None = None
+    """How single clients are hidden, where they are."""
+    releases: Path | None = None
+    """File that counts releases, where a round that is taken again draws other noise."""
 
 
 TRAFFIC = ("down", "up", "dense_down", "dense_up")
@@ -278,12 +252,13 @@ def _better(best: _Best | None, state: ServerState, nll: float) -> _Best:
 
 def _best_so_far(run: Run, extra: Mapping[str, Any]) -> _Best | None:
     """Return the best state of a run that is resumed."""
-    if run.journal is None or "best" not in extra:
+    store = run.journal or run.written
+    if store is None or "best" not in extra:
         return None
     about = extra["best"]
-    found = load_checkpoint(run.journal.best, run.spec.device, round=about["round"])
+    found = load_checkpoint(store.best, run.spec.device, round=about["round"])
     if found is None:
-        raise LostStateError(f"the best state, of round {about['round']}, is missing or damaged in {run.journal.best}")
+        raise UserError(f"the best state, of round {about['round']}, is missing or damaged in {store.best}")
     return _Best(found[0], about["nll"], about["age"])
 
 
@@ -317,23 +292,33 @@ def _saving(run: Run, last: _Last) -> Iterator[None]:
         raise NonFiniteError(f"{error}{kept}") from None
 
 
+def _spent(run: Run, ledger: Ledger, done: int) -> bool:
+    """Return whether a run must end before its last round because no further one fits its budget, and say so."""
+    why = ledger.full() if done < run.spec.rounds else ""
+    if why:
+        run.listener.note(why)
+    return bool(why)
+
+
 def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Train from a state to the end, evaluate, and return the result; `extra` is what its checkpoint said beside it."""
     e, journal = run.spec, run.journal
     total = {key: int(extra.get(key, 0)) for key in TRAFFIC}
     before, began = float(extra.get("seconds", 0.0)), time.monotonic()
-    best, last = _best_so_far(run, extra), _Last(state)
+    best, last, loss = _best_so_far(run, extra), _Last(state), extra.get("loss")
+    ledger = Ledger.opened(run.privacy, extra.get("privacy"), run.releases)
     run.listener.start(e, int(state.round))
     for text in run.notes:
         run.listener.note(text)
     with _saving(run, last):
-        stopped = best is not None and best.age >= e.patience
-        for new, record in () if stopped else rounds(run.update, run.transport, state, e.rounds):
-            state = new
+        stopped = _spent(run, ledger, int(state.round)) or (best is not None and best.age >= e.patience)
+        for new, done in () if stopped else rounds(run.update, run.transport, state, e.rounds):
+            state, record = new, done._replace(more={**done.more, **ledger.add(len(done.cohort))})
             total = {key: total[key] + getattr(record, key) for key in TRAFFIC}
             run.listener.round(record)
             line = record.line()
-            ends, known = record.round == e.rounds, best
+            spent = _spent(run, ledger, record.round)
+            ends, known = record.round == e.rounds or spent, best
             if record.round % e.eval_every == 0 and not ends:
                 line |= run.test(state).summary
                 run.listener.evaluation(record.round, line)
@@ -343,14 +328,16 @@ def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[st
             if journal is not None:
                 journal.add_round(line)
             last.state, last.new = state, True
-            last.extra = {**total, "seconds": before + time.monotonic() - began, **run.kept()}
+            loss = loss if record.loss is None else record.loss
+            last.extra = {**total, "seconds": before + time.monotonic() - began, "loss": loss, **run.kept(),
+                          **ledger.state()}  # fmt: skip
             if best is not None:
                 last.extra["best"] = {"round": int(best.state.round), "nll": best.nll, "age": best.age}
             if journal is not None and best is not None and best is not known and best.state is state:
                 save_checkpoint(journal.best, state, {}, spec=run.spec_hash, seed=e.seed)
             if journal is not None and (record.round % e.checkpoint_every == 0 or ends or best is not known):
                 save_checkpoint(journal.checkpoint, state, last.extra, spec=run.spec_hash, seed=e.seed)
-            if best is not None and best.age >= e.patience:
+            if spent or (best is not None and best.age >= e.patience):
                 break
         trained = int(state.round)
         if best is not None:
@@ -359,13 +346,17 @@ def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[st
         state = run.transport.ready(state)
         final = run.test(state)
     run.listener.evaluation(trained, final.summary)
+    warnings = list(run.warned(loss, final.summary))
+    for text in warnings:
+        run.listener.note(text)
     result = {
         "method": e.method, "data": e.data, "seed": e.seed, "rounds": e.rounds, "device": e.device,
         "trained_rounds": trained, "tested_round": int(state.round),
         "seconds": round(before + time.monotonic() - began, 3),
         **final.summary,
+        "warnings": warnings,
         "bytes": total,
-        "spec": run.spec_hash, "model_sha256": state_hash(state), **run.about(),
+        "spec": run.spec_hash, **hashes(state), **ledger.summary(state), **run.about(),
     }  # fmt: skip
     if journal is not None:
         journal.finish(result, *final.files())

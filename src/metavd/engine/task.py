@@ -1,4 +1,4 @@
-"""What is trained: a run's description and what its rows look like, made into a network and a method's five slots.
+"""What is trained: a run's description and what its rows look like, made into a network and a method's slots.
 
 The only place that builds an algorithm. The simulator, a federation's server, its clients and a personalised model all
 ask here, so that they cannot differ. A caller that never updates a server asks for the client's part, which needs none
@@ -8,29 +8,18 @@ of the server's own rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from .. import methods
+from ..core.aggregate import bounded
+from ..core.privacy import Normal
 from ..core.types import Algorithm, Model
 from ..data.source import Source
-from ..models import Described, model_for
-
-
-class Spec(Described, Protocol):
-    """What of an experiment decides its algorithm."""
-
-    @property
-    def method(self) -> str: ...  # noqa: D102
-    @property
-    def options(self) -> Mapping[str, Any]: ...  # noqa: D102
-    @property
-    def clients(self) -> float: ...  # noqa: D102
-    @property
-    def rounds(self) -> int: ...  # noqa: D102
+from ..models import model_for
 
 
 @dataclass(frozen=True)
@@ -49,35 +38,50 @@ class Task:
 
 
 def task(
-    spec: Spec,
+    spec: Any,
     takes: Source,
     module: nn.Module | Model | None = None,
     *,
     server_rows: Callable[[Tensor], Tensor] | None = None,
+    normal: Normal | None = None,
 ) -> Task:
     """Build the task of whoever holds the server's state.
 
     Args:
-        spec: the run's description, complete.
+        spec: the run's description, complete: an `Experiment` of `runs.settings`.
         takes: what rows look like.
         module: a network of the user's own, or what `network` made; by default the one that the description names.
         server_rows: (key) -> (D, ...) unlabelled rows of the server, for methods that distil on them.
+        normal: what noise that hides clients is drawn by; by default the run's key.
     """
     model = network(spec, takes, module)
-    setting = methods.Setting(int(spec.clients), takes.num_classes, spec.rounds, server_rows=server_rows)
-    return Task(takes, model, methods.algorithm(spec.method, model, setting, spec.options))
+    setting = methods.Setting(
+        int(spec.clients), takes.num_classes, spec.rounds, server_rows=server_rows, aggregate=spec.aggregate,
+        cohort=int(spec.cohort), normal=normal,
+    )  # fmt: skip
+    algorithm = methods.algorithm(spec.method, model, setting, spec.options)
+    if spec.max_share and algorithm.privacy is None:  # hidden clients count alike
+        update = algorithm.server.update
+        algorithm = replace(algorithm, server=algorithm.server._replace(
+            update=lambda state, answers: update(
+                state, answers._replace(weight=bounded(answers.weight, spec.max_share))
+            )
+        ))  # fmt: skip
+    return Task(takes, model, algorithm)
 
 
-def client_task(spec: Spec, takes: Source, module: nn.Module | Model | None = None) -> Task:
+def client_task(
+    spec: Any, takes: Source, module: nn.Module | Model | None = None, *, normal: Normal | None = None
+) -> Task:
     """Build the task of a client, or of a model in use: everything but the server's update works."""
-    return task(spec, takes, module, server_rows=_elsewhere)
+    return task(spec, takes, module, server_rows=_elsewhere, normal=normal)
 
 
 def _elsewhere(key: Tensor) -> Tensor:  # noqa: ARG001
     raise AssertionError("the server's rows are where the server is, and nobody else updates it")
 
 
-def network(spec: Described, takes: Source, module: nn.Module | Model | None = None) -> Model:
+def network(spec: Any, takes: Source, module: nn.Module | Model | None = None) -> Model:
     """Return the network of a description, one that several threads may run at once.
 
     A user's own `Model` is taken as it is, and there is only one of it.

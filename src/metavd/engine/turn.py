@@ -1,8 +1,8 @@
 """All that one client does, as pure functions: train on its rows, or make its own model and answer rows with it.
 
-    train   adapted, loss = local(received, batches)
+    train   sent, kept', loss = local(received, kept, batches)
     test    received = serve(server, client), or admit(server, batches) of a client that was never seen
-            own      = personalize(received, batches)
+            own      = personalize(received, kept, batches), or the newcomer's stage of one that has kept nothing yet
             answer   = predict(own, rows)
 
 The simulator under every schedule, a federation's client, evaluation and `personalize` run these and nothing else. All
@@ -19,12 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..compat import absolute_sums
 from ..core import rng
-from ..core.types import Algorithm, Answer, Batch, NonFiniteError, Predict, ServerState
+from ..core.types import Algorithm, Answer, Batch, NonFiniteError, Predict, Sampling, ServerState
 from ..data.cohort import PERSONAL, TEST, TRAIN, Pool, batches
 from ..tree import Params
 
+VEIL = 7
+"""First tag of the keys of what hides an answer, beside those of `data.cohort`."""
 ROWS = 256
 """Rows answered at once: bounds memory, and fixes which draws a row gets."""
 
@@ -54,9 +57,16 @@ def train_batches(algorithm: Algorithm, pool: Pool, place: int, now: Moment, cli
     return batches(pool, place, algorithm.train_batches, now.keys(TRAIN, client), now.round)
 
 
-def personal_batches(algorithm: Algorithm, pool: Pool, place: int, now: Moment, client: int) -> list[Batch]:
+def personal_sampling(algorithm: Algorithm, *, new: bool) -> Sampling:
+    """Return which batches a client personalises its model with; `new`: it has kept nothing yet."""
+    return algorithm.newcomer.batches if new and algorithm.newcomer is not None else algorithm.personal_batches
+
+
+def personal_batches(
+    algorithm: Algorithm, pool: Pool, place: int, now: Moment, client: int, *, new: bool
+) -> list[Batch]:
     """Draw what a client personalises its model with."""
-    return batches(pool, place, algorithm.personal_batches, now.keys(PERSONAL, client), now.round)
+    return batches(pool, place, personal_sampling(algorithm, new=new), now.keys(PERSONAL, client), now.round)
 
 
 def answer_key(now: Moment, clients: Tensor | int) -> Tensor:
@@ -64,9 +74,18 @@ def answer_key(now: Moment, clients: Tensor | int) -> Tensor:
     return now.keys(TEST, clients)
 
 
-def train_turn(algorithm: Algorithm, received: Params, batches: Sequence[Batch]) -> tuple[Params, Tensor]:
-    """Train; return the adapted parameters and the mean loss of the steps."""
-    return algorithm.local(received, batches)
+def train_turn(
+    algorithm: Algorithm, received: Params, kept: Params, batches: Sequence[Batch]
+) -> tuple[Params, Params, Tensor]:
+    """Train; return what the client sends, what it keeps, and the mean loss of the steps."""
+    adapted, loss = algorithm.local(received | kept, batches)
+    return *split(adapted, kept), loss
+
+
+def split(params: Params, kept: Iterable[str]) -> tuple[Params, Params]:
+    """Divide what a client ends with into what it sends and what it keeps."""
+    names = set(kept)
+    return tree.select(params, lambda name: name not in names), tree.select(params, names.__contains__)
 
 
 def received_for_test(
@@ -76,9 +95,10 @@ def received_for_test(
     return algorithm.admit(params, round, batches) if unseen else algorithm.serve(params, client, round)
 
 
-def own_model(algorithm: Algorithm, received: Params, batches: Sequence[Batch]) -> Params:
-    """Return a client's own model, made of what it received."""
-    return algorithm.personalize(received, batches)[0]
+def own_model(algorithm: Algorithm, received: Params, kept: Params, batches: Sequence[Batch], *, new: bool) -> Params:
+    """Return a client's own model, made of what it received and keeps; `new`: it has kept nothing yet."""
+    stage = algorithm.newcomer.stage if new and algorithm.newcomer is not None else algorithm.personalize
+    return stage(received | kept, batches)[0]
 
 
 def respond(predict: Predict, own: Params, parts: Iterable[Tensor], key: Tensor) -> Answer:
@@ -89,10 +109,11 @@ def respond(predict: Predict, own: Params, parts: Iterable[Tensor], key: Tensor)
 
 
 def test_turn(
-    algorithm: Algorithm, received: Params, batches: Sequence[Batch], rows: Tensor, key: Tensor
-) -> tuple[Answer, Params]:
+    algorithm: Algorithm, received: Params, kept: Params, batches: Sequence[Batch], *, rows: Tensor, key: Tensor,
+    new: bool,
+) -> tuple[Answer, Params]:  # fmt: skip
     """Make the client's own model and answer rows with it, at least one; return both."""
-    own = own_model(algorithm, received, batches)
+    own = own_model(algorithm, received, kept, batches, new=new)
     return respond(algorithm.predict, own, torch.split(rows, ROWS), key), own
 
 

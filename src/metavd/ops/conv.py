@@ -17,6 +17,7 @@ Shape letters: C clients, B images, I and O channels, H x W pixels; images are (
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def conv_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, precision: str, *, f
     if _few_channels(x):
         out, _ = _Block.apply(given, weight, bias, precision)
     else:
-        out, _ = _Pool.apply(_Conv.apply(given, weight, precision), bias, flat)
+        out, _ = _Pool.apply(_Conv.apply(given, weight, False, precision), bias, flat)
     return out
 
 
@@ -76,10 +77,7 @@ def _few_channels(x: Tensor) -> bool:
     return 9 * x.shape[-3] <= columns
 
 
-def _kernels() -> Any:
-    from . import conv_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return conv_kernels
+_kernels = partial(device.kernels, "conv")
 
 
 def _in_memory_order(images: Tensor) -> Tensor:
@@ -182,27 +180,15 @@ def _grouped(images: Tensor) -> Tensor:
     return _laid_out(images).flatten(3).permute(0, 3, 1, 2)
 
 
-def _ungrouped(images: Tensor, clients: int) -> Tensor:
-    return images.unflatten(1, (clients, -1))
+def _convolved(images: Tensor, weight: Tensor, *, back: bool, precision: str) -> Tensor:
+    """Convolution of all clients: images (B, C, I, H, W), weight (C, O, I, 3, 3) -> (B, C, O, H, W).
 
-
-def _convolve(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
-    """Convolution of all clients: images (B, C, I, H, W), weight (C, O, I, 3, 3) -> (B, C, O, H, W)."""
-    return _convolved(images, weight, _kernels().ALONG, precision)
-
-
-def _convolve_back(images: Tensor, weight: Tensor, *, precision: str) -> Tensor:
-    """Its transpose, (B, C, O, H, W) -> (B, C, I, H, W), as a convolution with the kernel turned round.
-
-    cuDNN takes all groups at once for a convolution; a transposed one it often cuts into one launch per group.
+    `back`: its transpose, (B, C, O, H, W) -> (B, C, I, H, W), as a convolution with the kernel turned round. cuDNN
+    takes all groups at once for a convolution; a transposed one it often cuts into one launch per group.
     """
-    return _convolved(images, weight, _kernels().AGAINST, precision)
-
-
-def _convolved(images: Tensor, weight: Tensor, mode: int, precision: str) -> Tensor:
     clients, rows = len(weight), _grouped(_cast(images, precision))
-    taps = _kernels().taps(weight, mode, rows.dtype)
-    return _ungrouped(conv2d(rows, taps, padding=1, groups=clients), clients)
+    taps = _kernels().taps(weight, _kernels().AGAINST if back else _kernels().ALONG, rows.dtype)
+    return conv2d(rows, taps, padding=1, groups=clients).unflatten(1, (clients, -1))
 
 
 def _weight_gradient(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
@@ -223,49 +209,30 @@ def _weight_gradient(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
 
 
 class _Conv(Function):
+    """The convolution, or its transpose (`back`): each is the other's derivative by the images."""
+
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, precision: str) -> Tensor:
-        return _convolve(x[:, None], weight[None], precision=precision)[:, 0]
+    def forward(x: Tensor, weight: Tensor, back: bool, precision: str) -> Tensor:
+        return _convolved(x[:, None], weight[None], back=back, precision=precision)[:, 0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        x, weight, ctx.precision = inputs
+        x, weight, ctx.back, ctx.precision = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        by_x = _Back.apply(g, weight, ctx.precision) if ctx.needs_input_grad[0] else None
-        by_weight = _Slope.apply(x, g, ctx.precision) if ctx.needs_input_grad[1] else None
-        return by_x, by_weight, None
+        by_x = _Conv.apply(g, weight, not ctx.back, ctx.precision) if ctx.needs_input_grad[0] else None
+        pair = (g, x) if ctx.back else (x, g)
+        by_weight = _Slope.apply(*pair, ctx.precision) if ctx.needs_input_grad[1] else None
+        return by_x, by_weight, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, precision: str) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, back: bool, precision: str) -> Any:
         (images,) = device.aligned(info, in_dims, x, axis=1)
-        return _convolve(images, *device.aligned(info, in_dims[1:], weight), precision=precision), 1
-
-
-class _Back(Function):
-    @staticmethod
-    def forward(g: Tensor, weight: Tensor, precision: str) -> Tensor:
-        return _convolve_back(g[:, None], weight[None], precision=precision)[:, 0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        g, weight, ctx.precision = inputs
-        ctx.save_for_backward(g, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gx: Tensor) -> tuple[Tensor | None, ...]:
-        g, weight = ctx.saved_tensors
-        by_g = _Conv.apply(gx, weight, ctx.precision) if ctx.needs_input_grad[0] else None
-        by_weight = _Slope.apply(gx, g, ctx.precision) if ctx.needs_input_grad[1] else None
-        return by_g, by_weight, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, weight: Tensor, precision: str) -> Any:
-        (slopes,) = device.aligned(info, in_dims, g, axis=1)
-        return _convolve_back(slopes, *device.aligned(info, in_dims[1:], weight), precision=precision), 1
+        (weights,) = device.aligned(info, in_dims[1:], weight)
+        return _convolved(images, weights, back=back, precision=precision), 1
 
 
 class _Slope(Function):
@@ -281,8 +248,8 @@ class _Slope(Function):
     @staticmethod
     def backward(ctx: Any, gw: Tensor) -> tuple[Tensor | None, ...]:
         x, g = ctx.saved_tensors
-        by_x = _Back.apply(g, gw, ctx.precision) if ctx.needs_input_grad[0] else None
-        by_g = _Conv.apply(x, gw, ctx.precision) if ctx.needs_input_grad[1] else None
+        by_x = _Conv.apply(g, gw, True, ctx.precision) if ctx.needs_input_grad[0] else None
+        by_g = _Conv.apply(x, gw, False, ctx.precision) if ctx.needs_input_grad[1] else None
         return by_x, by_g, None
 
     @staticmethod
@@ -357,7 +324,7 @@ def _block_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor
 def _image_gradient(g: Tensor, weight: Tensor, place: Tensor, ctx: Any) -> Tensor:
     """Return the gradient by a block's images."""
     unpicked, _ = _Unpick.apply(g, place, g.dtype, False)
-    return _Back.apply(unpicked, weight, ctx.precision)
+    return _Conv.apply(unpicked, weight, True, ctx.precision)
 
 
 class _Weigh(Function):

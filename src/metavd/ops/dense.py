@@ -9,11 +9,11 @@ Shape letters: S draws, B rows, O units.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import leaky_relu
 
 from . import device, hashing
@@ -56,17 +56,11 @@ def drawn(like: Tensor, keys: Tensor) -> Tensor:
     return hashing.normals(keys.reshape(-1), math.prod(shape), like.dtype).reshape(len(keys), *shape)
 
 
-def _kernels() -> Any:
-    from . import dense_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return dense_kernels
+_kernels = partial(device.kernels, "dense")
 
 
-class _BiasLeakyRelu(Function):
-    @staticmethod
-    def forward(x: Tensor, bias: Tensor, slope: float) -> Tensor:
-        y: Tensor = _kernels().bias_leaky_relu(*device.one_client(x, bias), slope)[0]
-        return y
+class _BiasLeakyRelu(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().bias_leaky_relu(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -77,21 +71,14 @@ class _BiasLeakyRelu(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return (*_BiasLeakyReluSlope.apply(g, ctx.saved_tensors[0].detach(), ctx.slope), None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().bias_leaky_relu(*device.all_clients(info, in_dims, *values)), 0
-
 
 def _steep(y: Tensor, slope: float) -> Tensor:
     """Derivative of the leaky ReLU, from its answer."""
     return torch.where(y > 0, 1.0, slope)
 
 
-class _BiasLeakyReluSlope(Function):
-    @staticmethod
-    def forward(g: Tensor, y: Tensor, slope: float) -> tuple[Tensor, Tensor]:
-        gx, gb = _kernels().bias_leaky_relu_slope(*device.one_client(g, y), slope)
-        return gx[0], gb[0]
+class _BiasLeakyReluSlope(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().bias_leaky_relu_slope(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -102,18 +89,9 @@ class _BiasLeakyReluSlope(Function):
     def backward(ctx: Any, gx: Tensor, gb: Tensor) -> tuple[Tensor | None, ...]:
         return (gx + gb) * _steep(ctx.saved_tensors[0], ctx.slope), None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().bias_leaky_relu_slope(*device.all_clients(info, in_dims, *values)), (0, 0)
 
-
-class _Noisy(Function):
-    @staticmethod
-    def forward(
-        mean: Tensor, bias: Tensor, var: Tensor, keys: Tensor, tiny: float, slope: float
-    ) -> tuple[Tensor, Tensor]:
-        y, eps = _kernels().noisy(*device.one_client(mean, bias, var, keys), tiny, slope)
-        return y[0], eps[0]
+class _Noisy(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().noisy(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -131,18 +109,9 @@ class _Noisy(Function):
         gm, gv, gb = _NoisySlope.apply(g, y.detach(), eps, var, ctx.tiny, ctx.slope)
         return gm, gb, gv, None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().noisy(*device.all_clients(info, in_dims, *values)), (0, 0)
 
-
-class _NoisySlope(Function):
-    @staticmethod
-    def forward(
-        g: Tensor, y: Tensor, eps: Tensor, var: Tensor, tiny: float, slope: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gm, gv, gb = _kernels().noisy_slope(*device.one_client(g, y, eps, var), tiny, slope)
-        return gm[0], gv[0], gb[0]
+class _NoisySlope(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().noisy_slope(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -156,7 +125,3 @@ class _NoisySlope(Function):
         by_g = steep * (gm + gb + 0.5 * gv * eps * power.rsqrt())
         by_var = -0.25 * gv * g * steep * eps * power.pow(-1.5)
         return by_g, None, None, by_var.sum(0, keepdim=True) if len(var) < len(y) else by_var, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().noisy_slope(*device.all_clients(info, in_dims, *values)), (0, 0, 0)

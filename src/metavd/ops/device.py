@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 
 @cache
@@ -68,3 +70,30 @@ def all_clients(info: Any, in_dims: Any, *values: Any) -> list[Any]:
         aligned(info, (dim,), value)[0].contiguous() if isinstance(value, Tensor) else value
         for dim, value in zip(in_dims, values, strict=True)
     ]
+
+
+@cache
+def kernels(name: str) -> Any:
+    """Return the module of an operator's kernels, which is imported here alone, since Triton need not be installed."""
+    return import_module(f".{name}_kernels", __package__)
+
+
+class PerClient(Function):
+    """An operator of one client whose kernel takes all clients at once.
+
+    A subclass has `batched`, the kernel on tensors with a client axis in front, and the derivative.
+    """
+
+    batched: Callable[..., Any]
+
+    @classmethod
+    def forward(cls, *values: Any) -> Any:
+        """Give the kernel a single client."""
+        found = cls.batched(*one_client(*values))
+        return found[0] if isinstance(found, Tensor) else tuple(each[0] for each in found)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *values: Any) -> Any:
+        """Give the kernel all clients."""
+        found = cls.batched(*all_clients(info, in_dims, *values))
+        return found, 0 if isinstance(found, Tensor) else (0,) * len(found)

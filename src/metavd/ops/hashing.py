@@ -6,6 +6,7 @@ The same integers on a CPU and on a GPU; normals agree to rounding.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +55,7 @@ def normals(keys: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return pairs.flatten(-2)[..., :count]
 
 
-def _kernels() -> Any:
-    from . import hashing_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return hashing_kernels
+_kernels = partial(device.kernels, "hashing")
 
 
 class _Mix(Function):

@@ -8,7 +8,7 @@ Shape letters: N rows of a dataset, B images, c channels, h height, w width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +67,4 @@ def batches(
     return each(rows, keys), y[rows]
 
 
-def _kernels() -> Any:
-    from . import images_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return images_kernels
+_kernels = partial(device.kernels, "images")

@@ -8,11 +8,11 @@ Shape letters: S draws, B rows, K classes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import log_softmax
 
 from . import device
@@ -39,17 +39,11 @@ def _has_kernels(logits: Tensor) -> bool:
     return few and device.has_float_kernels(logits)
 
 
-def _kernels() -> Any:
-    from . import loss_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return loss_kernels
+_kernels = partial(device.kernels, "loss")
 
 
-class _CrossEntropy(Function):
-    @staticmethod
-    def forward(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        loss: Tensor = _kernels().cross_entropy(*device.one_client(logits, y, mask))[0]
-        return loss
+class _CrossEntropy(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().cross_entropy(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -59,16 +53,9 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return _CrossEntropySlope.apply(g, *ctx.saved_tensors), None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().cross_entropy(*device.all_clients(info, in_dims, *values)), 0
 
-
-class _CrossEntropySlope(Function):
-    @staticmethod
-    def forward(g: Tensor, logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        slope: Tensor = _kernels().cross_entropy_slope(*device.one_client(g, logits, y, mask))[0]
-        return slope
+class _CrossEntropySlope(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().cross_entropy_slope(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -82,7 +69,3 @@ class _CrossEntropySlope(Function):
         labels = y[:, None] == torch.arange(logits.shape[-1], device=y.device)
         by_logits = g * p * (along - (p * along).sum(-1, keepdim=True)) / len(logits)
         return (along * (p - labels.to(p.dtype))).sum(), by_logits.expand(logits.shape), None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().cross_entropy_slope(*device.all_clients(info, in_dims, *values)), 0

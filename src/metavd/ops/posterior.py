@@ -8,6 +8,7 @@ kernel too, and its own derivative is written in PyTorch's operators, which have
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ Clamp = Literal["inward", "through", "released"]
 """Which gradients pass a clamp at its ends: those that lead back inside, all, or none (the released code's)."""
 Epsilon = Literal["weight", "variance"]
 """Where the KL's epsilon stands: beside theta^2, or beside sigma^2 (the released code's)."""
+Prior = Literal["hierarchical", "anchored"]
+"""What the KL is taken to: N(0, gamma) with gamma at its optimum, or the posterior's own start."""
 _EPSILON = 1e-13
 """Keeps log(1 + theta^2 / sigma^2) finite; the value of the released code."""
 
@@ -114,6 +117,14 @@ def relative_kl(log_alpha: Tensor) -> Tensor:
     return 0.5 * softplus(-log_alpha, threshold=40.0)
 
 
+def anchored_kl(log_ratio: Tensor) -> Tensor:
+    """Return 1/2 (a/a0 - 1 - log(a/a0)) of log(a/a0): exactly 0 at 0, where its slope 1/2 (a/a0 - 1) is too.
+
+    It is KL(N(theta, a) || N(theta, a0)).
+    """
+    return 0.5 * (torch.expm1(log_ratio) - log_ratio)
+
+
 def outward(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
     """Return where a slope leads x further out of [low, high], or along its edge."""
     return torch.where(slope < 0, x >= high, x <= low)
@@ -126,10 +137,7 @@ def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
     return slope.masked_fill(outward(slope, x, low, high), 0.0)
 
 
-def _kernels() -> Any:
-    from . import posterior_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return posterior_kernels
+_kernels = partial(device.kernels, "posterior")
 
 
 class _Inward(Function):
@@ -173,11 +181,8 @@ class _Gate(Function):
         return _Gate.apply(*device.aligned(info, in_dims, slope, x), low, high), 0
 
 
-class _Variance(Function):
-    @staticmethod
-    def forward(stored: Tensor, offset: float, low: float, high: float) -> Tensor:
-        var: Tensor = _kernels().variance(stored.contiguous(), offset, low, high)
-        return var
+class _Variance(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().variance(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -189,16 +194,9 @@ class _Variance(Function):
         stored, var = ctx.saved_tensors
         return _VarianceSlope.apply(g, var, stored, *ctx.place[1:]), None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().variance(*device.all_clients(info, in_dims, *values)), 0
 
-
-class _VarianceSlope(Function):
-    @staticmethod
-    def forward(g: Tensor, var: Tensor, stored: Tensor, low: float, high: float) -> Tensor:
-        slope: Tensor = _kernels().variance_slope(g.contiguous(), var.contiguous(), stored.contiguous(), low, high)
-        return slope
+class _VarianceSlope(device.PerClient):
+    batched = staticmethod(lambda *values: _kernels().variance_slope(*values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -211,16 +209,9 @@ class _VarianceSlope(Function):
         v = v.masked_fill(outward(g * var, stored, ctx.low, ctx.high), 0.0)
         return v * var, v * g, None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-        return _kernels().variance_slope(*device.all_clients(info, in_dims, *values)), 0
 
-
-class _Kl(Function):
-    @staticmethod
-    def forward(stored: Tensor, weight: Tensor, place: tuple[float, float, float, float], scale: float) -> Tensor:
-        total: Tensor = _kernels().kl(*_rows(*device.one_client(stored, weight)), place, scale)[0]
-        return total
+class _Kl(device.PerClient):
+    batched = staticmethod(lambda stored, weight, *rest: _kernels().kl(*_rows(stored, weight), *rest))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -231,17 +222,15 @@ class _Kl(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return _KlSlope.apply(g, *ctx.saved_tensors, ctx.place, ctx.scale), None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, stored: Tensor, weight: Tensor, *rest: Any) -> Any:
-        return _kernels().kl(*_rows(*device.all_clients(info, in_dims[:2], stored, weight)), *rest), 0
+
+def _kl_slope(g: Tensor, stored: Tensor, weight: Tensor, place: Any, scale: float) -> Tensor:
+    """`posterior_kernels.kl_slope` of all clients, in the shape of what is stored."""
+    slope: Tensor = _kernels().kl_slope(g, *_rows(stored, weight), place, scale)
+    return slope.reshape(stored.shape)
 
 
-class _KlSlope(Function):
-    @staticmethod
-    def forward(
-        g: Tensor, stored: Tensor, weight: Tensor, place: tuple[float, float, float, float], scale: float
-    ) -> Tensor:
-        return _kl_slope(device.one_client(g, stored, weight), place, scale)[0]
+class _KlSlope(device.PerClient):
+    batched = staticmethod(_kl_slope)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
@@ -258,17 +247,6 @@ class _KlSlope(Function):
         bent = 0.5 * ctx.scale * g * v * kept * (1.0 - kept)
         return (v * slope).sum(), bent.masked_fill(outward(bent, stored, low, high), 0.0), None, None, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, stored: Tensor, weight: Tensor, place: Any, scale: float) -> Any:
-        return _kl_slope(device.all_clients(info, in_dims[:3], g, stored, weight), place, scale), 0
-
 
 def _rows(*values: Tensor) -> list[Tensor]:
     return [value.flatten(1) for value in values]
-
-
-def _kl_slope(values: list[Tensor], place: Any, scale: float) -> Tensor:
-    """`posterior_kernels.kl_slope` of all clients, in the shape of what is stored."""
-    g, stored, weight = values
-    slope: Tensor = _kernels().kl_slope(g, *_rows(stored, weight), place, scale)
-    return slope.reshape(stored.shape)

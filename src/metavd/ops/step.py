@@ -9,6 +9,7 @@ Shape letters: C clients.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +62,7 @@ def _descendable(params: Params) -> bool:
     return device.has_float_kernels(*params.values())
 
 
-def _kernel() -> Any:
-    from . import step_kernels  # noqa: PLC0415  Triton need not be installed
-
-    return step_kernels
+_kernel = partial(device.kernels, "step")
 
 
 class _Descend(Function):

@@ -141,7 +141,7 @@ def counted(data: bytes) -> int:
 def _described(packed: Params, words: dict[str, str]) -> Iterator[tuple[str, _Was]]:
     """Yield what every entry was, checked as far as that goes without its values."""
     try:
-        listed = json.loads(words.get("packed", "{}"))
+        listed = container.read_json(words.get("packed", "{}"))
     except (ValueError, RecursionError) as error:
         raise ContainerError("the message does not say in proper JSON how it is packed") from error
     if not isinstance(listed, dict):

@@ -1,14 +1,14 @@
 """What a server checks of an answer before it may touch the model.
 
 An answer is refused as a whole, with the client and the reason in one sentence; the round goes on without it. A
-client that offends too often is asked no more. Nothing here depends on the order in which answers arrive: a round is
-judged by the rounds before it alone.
+client that offends too often is asked no more. Nothing here depends on the order in which answers arrive: each answer
+is judged by the rounds before it (`check`), and then all of a round together, each against the others (`judge`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from ..container import ContainerError
 from ..tree import Params
 from .codec import decode
 from .masks import is_mask
+from .round import standings
 
 _MEMORY = 10
 """Rounds whose changes are remembered."""
@@ -42,6 +43,10 @@ class Limits:
     """||answer - received|| over 1 + ||received||. The 1 is for models that start at zero."""
     max_change: float = 100.0
     """||answer - received|| over the median of that in the ten rounds before."""
+    max_size: float = 10.0
+    """||answer - received|| over the median of the others in the same round."""
+    max_against: float = 4.0
+    """The same, of an answer that points away from the others: an honest one may do so, but not go far."""
     max_samples: float = 1e9
     """Samples that a client may claim. Below the bound it is believed, and weighs in the average by its claim: give
     the rows of the largest site."""
@@ -58,6 +63,10 @@ class Expected:
     """Counted as in `Record`, from 1; any count will do that both sides share."""
     received: Params
     """What the client was sent: names, shapes, dtypes and masks of the answer, and the norm it is measured by."""
+    said: float = math.inf
+    """Rows that the client has, as it said before the first round."""
+    registered: float = 0.0
+    """Rows up to which the operator lets its claims grow."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,15 @@ class Reply:
     params: Params
     """In the order of what was sent; dropped weights and spreads hold what was sent, so that they do not pull."""
     samples: float
+    change: float = 0.0
+    """||answer - received||."""
 
 
 class Rejected(Exception):  # noqa: N818
     """An answer that must not touch the model; `client` and `reason` say whose and why, `kind` in one word.
 
     The kinds: damaged, version, oversized, name, shape, dtype, mask, nan, norm, samples, round, duplicate, excluded,
-    and what a caller of `Guard.reject` adds.
+    direction, and what a caller of `Guard.reject` adds.
     """
 
     def __init__(self, client: int, kind: str, reason: str) -> None:
@@ -94,11 +105,6 @@ def _shown(claimed: object) -> str:
         return repr(claimed)[:40]
     except ValueError:  # an integer of more digits than Python writes
         return "too many"
-
-
-def _round(expected: Expected, claimed: object) -> None:
-    if type(claimed) is not int or claimed != expected.round:
-        raise _FaultError("round", f"the answer is for round {_shown(claimed)}; round {expected.round} was asked")
 
 
 def _samples(limits: Limits, claimed: object) -> float:
@@ -148,6 +154,8 @@ class Guard:
     """By round, how far its accepted answers moved."""
     heard: dict[int, int] = field(default_factory=dict)
     """By client, the round of its last answer that was taken."""
+    rows: dict[int, float] = field(default_factory=dict)
+    """By client, the most rows that an answer of its that was taken claimed."""
 
     def check(self, expected: Expected, *, round: object, samples: object, payload: object) -> Reply:
         """Return an answer that can be aggregated, or raise `Rejected` and count the offence.
@@ -163,16 +171,52 @@ class Guard:
         try:
             if self.heard.get(client) == expected.round:
                 raise _FaultError("duplicate", f"it has answered round {expected.round} already")
-            _round(expected, round)
-            claimed = _samples(self.limits, samples)
+            if type(round) is not int or round != expected.round:
+                raise _FaultError("round", f"the answer is for round {_shown(round)}; round {expected.round} was asked")
+            claimed = self._claim(expected, samples)
             params = _params(self.limits, expected, payload)
             change = self._bounded(expected, params)
         except _FaultError as fault:
             raise self.reject(client, *fault.args) from fault
         self.heard[client] = expected.round
+        self.rows[client] = max(claimed, self.rows.get(client, 0.0))
         self.changes.setdefault(expected.round, []).append(change)
         self.changes = {each: norms for each, norms in self.changes.items() if each > expected.round - _MEMORY}
-        return Reply(client, expected.round, params, claimed)
+        return Reply(client, expected.round, params, claimed, change)
+
+    def _claim(self, expected: Expected, samples: object) -> float:
+        """Return the rows that a client claims, if they are no more than before."""
+        claimed = _samples(self.limits, samples)
+        if claimed > expected.said:
+            raise _FaultError("samples", f"it claims {claimed:g} samples, and said hello with {expected.said:g} rows")
+        before = self.rows.get(expected.client, math.inf)
+        if claimed > max(before, expected.registered):
+            raise _FaultError(
+                "samples", f"it claims {claimed:g} samples after {before:g}; metavd federate rows registers more"
+            )
+        return claimed
+
+    def judge(self, answers: Sequence[tuple[Expected, Reply]]) -> list[Rejected]:
+        """Return those answers to one round, all of which passed `check`, that stand out from the others.
+
+        An offence is counted for each, and it is as if it had never been taken: the client may be asked again.
+        """
+        found = []
+        for (expected, reply), (size, along) in zip(
+            answers, standings([(expected.received, reply.params) for expected, reply in answers]), strict=True
+        ):
+            if size > self.limits.max_size:
+                why = f"it moved the weights {size:.3g} times as far as the others of its round do"
+                fault = self.reject(reply.client, "norm", f"{why}; {self.limits.max_size:g} is allowed")
+            elif along < 0 and size > self.limits.max_against:
+                why = f"it moved the weights away from where the others of its round go, {size:.3g} times as far"
+                fault = self.reject(reply.client, "direction", f"{why}; {self.limits.max_against:g} is allowed")
+            else:
+                continue
+            found.append(fault)
+            del self.heard[reply.client]
+            self.changes[expected.round].remove(reply.change)
+        return found
 
     def _bounded(self, expected: Expected, params: Params) -> float:
         """Return how far the answer moved, if that is not too far."""
@@ -206,6 +250,7 @@ class Guard:
         return {
             "offences": {str(client): count for client, count in self.offences.items()},
             "changes": {str(round): sorted(norms) for round, norms in self.changes.items()},
+            "rows": {str(client): rows for client, rows in self.rows.items()},
         }
 
     @classmethod
@@ -215,4 +260,5 @@ class Guard:
             limits,
             {int(client): int(count) for client, count in state.get("offences", {}).items()},
             {int(round): [float(norm) for norm in norms] for round, norms in state.get("changes", {}).items()},
+            rows={int(client): float(rows) for client, rows in state.get("rows", {}).items()},
         )

@@ -24,19 +24,21 @@ from ...core.types import Algorithm, Batch, Job, ServerState
 from ...data.cohort import Pool
 from ...tree import Params
 
-Function = Callable[[Tensor, Sequence[Batch], Tensor, Tensor], Any]
-"""(client, batches, rows, key) of a `Job` -> any tree of tensors."""
+Function = Callable[[Tensor, Sequence[Batch], Tensor, Tensor, Params], Any]
+"""(client, batches, rows, key, kept) of a `Job` -> any tree of tensors."""
 Map = Callable[[Function, Iterable[Job]], Iterator[Any]]
 """Runs a function of one client over many; one result per job, in the order of the jobs."""
 
 
 class Trained(NamedTuple):
-    """One round of a cohort, in its order: what clients received, what they made of it, their mean losses."""
+    """One round of a cohort, in its order: what clients received, send and keep, and their mean losses."""
 
     sent: Params
     """(C, ...); what all clients share is one tensor, expanded."""
     adapted: Params
     """(C, ...)."""
+    kept: Params
+    """(C, ...); empty where the method keeps nothing."""
     losses: Tensor
     """(C,)."""
 

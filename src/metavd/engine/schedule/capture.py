@@ -15,7 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import copy_each, flatten, unflatten
+from ... import compat
+from ...compat import copy_each
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Any]:
+    """Take a tree of tensors apart; what is None in it is a part of its shape."""
+    leaves, shape = compat.flatten(value)
+    return [leaf for leaf in leaves if leaf is not None], (shape, tuple(leaf is None for leaf in leaves))
+
+
+def unflatten(tensors: list[Tensor], form: Any) -> Any:
+    """Undo `flatten`."""
+    shape, missing = form
+    rest = iter(tensors)
+    return compat.unflatten([None if hole else next(rest) for hole in missing], shape)
 
 
 def captured(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,8 @@ from ...data.cohort import Pool, layout, over, sizes_of
 from ...ops.device import rehearse
 from ...ops.step import descend_, nth, put_
 from ...tree import Params
+from ..kept import held
+from ..turn import split
 from . import Schedule, Train, Trained
 from .table import Table, batches_of, ordered, part_of, rejoined, table, tabled
 from .vmap import all_at_once, emitted, whole_turns
@@ -53,6 +55,7 @@ class _Buffers:
     mask: Tensor
     keys: Tensor
     size: Tensor
+    about: Params
     round: Tensor
     graphs: dict[int, Callable[[], None]] = field(default_factory=dict)
     memory: Any = None
@@ -77,40 +80,41 @@ def stepwise(*, capture: bool, chunk: int = 0, otherwise: Train) -> Train:
 
     What cannot be tabled is left to `otherwise`.
     """
-    kept: list[_Buffers] = []
+    buffers: list[_Buffers] = []
     most = [chunk]
 
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
         if not tabled(algorithm.train_batches):
             return otherwise(algorithm, pool, state, cohort)
-        sent = emitted(algorithm, state, over(cohort, pool.x.device))
+        sent, own = emitted(algorithm, state, over(cohort, pool.x.device)), held(algorithm, state, cohort.tolist())
         if not most[0] and capture and len(cohort) > _SAMPLE:
-            most[0] = _affordable(algorithm, pool, state, cohort, sent)
+            most[0] = _affordable(algorithm, pool, state, cohort, sent | own)
         drawn = table(pool, algorithm.train_batches, algorithm.local.group, state, cohort)
-        received = ordered(sent, drawn.order)
+        received = ordered(sent | own, drawn.order)
         parts: list[tuple[Params, Tensor]] = []
         while (done := sum(len(loss) for _, loss in parts)) < len(cohort):
             part = slice(done, min(done + (most[0] or len(cohort)), len(cohort)))
-            own = {name: value[part] for name, value in received.items()}
+            these = {name: value[part] for name, value in received.items()}
             try:
-                parts.append(_train(algorithm, pool, state, (own, part_of(drawn, part)), kept, capture=capture))
+                parts.append(_train(algorithm, pool, state, (these, part_of(drawn, part)), buffers, capture=capture))
             except torch.cuda.OutOfMemoryError:
                 width = part.stop - part.start
                 if width == 1:
                     raise
-                kept.clear()
+                buffers.clear()
                 torch.cuda.empty_cache()
                 most[0] = (width + 1) // 2
-        return Trained(sent, *rejoined(parts, drawn.order))
+        ended, losses = rejoined(parts, drawn.order)
+        return Trained(sent, *split(ended, own), losses)
 
     return train
 
 
-def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor, sent: Params) -> int:
+def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor, start: Params) -> int:
     """Return how many clients fit the free memory, from what the step of a few needs."""
     few = cohort[:_SAMPLE]
     drawn = table(pool, algorithm.train_batches, algorithm.local.group, state, few)
-    own = ordered({name: value[:_SAMPLE] for name, value in sent.items()}, drawn.order)
+    own = ordered({name: value[:_SAMPLE] for name, value in start.items()}, drawn.order)
     drawn = drawn._replace(steps=[min(1, steps) for steps in drawn.steps])
 
     def first() -> None:
@@ -184,6 +188,7 @@ def _allocate(start: Params, received: Params, drawn: Table, pool: Pool, samplin
         mask=torch.zeros(steps, clients, group, width, dtype=pool.dtype, device=device),
         keys=torch.zeros(steps, clients, group, 2, dtype=torch.int64, device=device),
         size=torch.zeros(clients, dtype=pool.dtype, device=device),
+        about={name: torch.zeros_like(value) for name, value in drawn.about.items()},
         round=torch.zeros((), dtype=pool.dtype, device=device),
     )
 
@@ -200,6 +205,8 @@ def _fill(buffers: _Buffers, start: Params, received: Params, drawn: Table, stat
     buffers.mask[:steps, :count, :, :width].copy_(drawn.mask)
     buffers.keys[:steps, :count].copy_(drawn.keys)
     buffers.size[:count].copy_(drawn.size)
+    for name, value in drawn.about.items():
+        buffers.about[name][:count].copy_(value)
     buffers.round.copy_(state.round)
 
 
@@ -207,7 +214,7 @@ def _step(local: Local, sampling: Sampling, pool: Pool, buffers: _Buffers, activ
     """Take the next step of the first `active` clients."""
     drawn = nth([buffers.rows, buffers.mask, buffers.keys], buffers.step)
     rows, mask, keys = (value[:active] for value in drawn)
-    batches = batches_of(pool, sampling, (rows, mask, keys), buffers.round, buffers.size[:active])
+    batches = batches_of(pool, sampling, (rows, mask, keys), buffers.round, size=buffers.size, told=buffers.about)
     own, received = (
         {name: value[:active] for name, value in part.items()} for part in (buffers.params, buffers.received)
     )

@@ -12,6 +12,7 @@ from ... import tree
 from ...core.types import Algorithm, Batch, Job, ServerState
 from ...data.cohort import Pool
 from ...tree import Params
+from ..kept import held
 from ..turn import moment, train_batches, train_turn
 from . import Function, Map, Schedule, Train, Trained
 
@@ -27,20 +28,24 @@ def turns(run: Map) -> Train:
 
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
         ids, now = cohort.tolist(), moment(state)
+        kept = held(algorithm, state, ids)
         sent = [algorithm.emit.apply(state.params, torch.tensor(one, device=pool.x.device), state.round) for one in ids]
 
         def jobs() -> Iterator[Job]:
             for place, client in enumerate(ids):
-                yield Job(torch.tensor(place), train_batches(algorithm, pool, client, now, client), pool.x[:0], now.key)
+                own = train_batches(algorithm, pool, client, now, client)
+                yield Job(torch.tensor(place), own, pool.x[:0], now.key, tree.unstack(kept, place))
 
-        def turn(place: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor) -> tuple[Params, Tensor]:  # noqa: ARG001
-            return train_turn(algorithm, sent[int(place)], batches)
+        def turn(
+            place: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor, kept: Params  # noqa: ARG001
+        ) -> tuple[Params, Params, Tensor]:  # fmt: skip
+            return train_turn(algorithm, sent[int(place)], kept, batches)
 
         answers = list(run(turn, jobs()))
-        losses = torch.stack([loss for _, loss in answers])
-        parts = [dict(params) for params, _ in answers]
+        losses = torch.stack([loss for _, _, loss in answers])
+        parts, own = [dict(params) for params, _, _ in answers], [dict(kept) for _, kept, _ in answers]
         del answers  # or else the weights would stay where `gather` takes them from
-        return Trained(tree.gather(sent), tree.gather(parts), losses)
+        return Trained(tree.gather(sent), tree.gather(parts), tree.gather(own), losses)
 
     return train
 

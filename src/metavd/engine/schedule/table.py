@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core import rng
 from ...core.types import Batch, Sampling, ServerState
-from ...data.cohort import TRAIN, Plan, Pool, draw, layout, over, sizes_of
+from ...data.cohort import TRAIN, Plan, Pool, about, draw, layout, over, sizes_of
 from ...tree import Params
 
 
@@ -35,6 +35,8 @@ class Table(NamedTuple):
     """(S, C, G, 2) of noise and of augmentation."""
     size: Tensor
     """(C,) training rows of each client."""
+    about: Params
+    """(C, ...) see `Batch.about`."""
 
 
 def tabled(sampling: Sampling) -> bool:
@@ -66,6 +68,7 @@ def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort
         mask=grouped(real.to(pool.dtype)),
         keys=grouped(keys),
         size=over(torch.from_numpy(counts[order]), device).to(pool.dtype),
+        about=about(pool, ids[order], sampling),
     )
 
 
@@ -73,7 +76,8 @@ def part_of(drawn: Table, part: slice) -> Table:
     """Return the table of some of the clients, which are neighbours in its order."""
     steps = drawn.steps[part]
     rows, mask, keys = (value[: steps[0], part] for value in (drawn.rows, drawn.mask, drawn.keys))
-    return Table(drawn.order[part], steps, rows, mask, keys, drawn.size[part])
+    told = {name: value[part] for name, value in drawn.about.items()}
+    return Table(drawn.order[part], steps, rows, mask, keys, drawn.size[part], told)
 
 
 def ordered(sent: Params, order: Tensor) -> Params:
@@ -105,14 +109,25 @@ def _ascending(order: Tensor) -> bool:
 
 
 def batches_of(
-    pool: Pool, sampling: Sampling, drawn: tuple[Tensor, Tensor, Tensor], round: Tensor, size: Tensor
+    pool: Pool,
+    sampling: Sampling,
+    drawn: tuple[Tensor, Tensor, Tensor],
+    round: Tensor,
+    *,
+    size: Tensor,
+    told: Params,
 ) -> list[Batch]:
-    """Return one step's G batches of C clients, from that step's rows, mask and keys of a `Table`."""
+    """Return one step's G batches of C clients, from that step's rows, mask and keys of a `Table`.
+
+    `size` and `told` are the table's `size` and `about`, perhaps of more clients, of which these are the first.
+    """
     rows, mask, keys = drawn
     # Batch by batch, not client by client: then each is one piece of memory.
     rows, mask, keys = (value.transpose(0, 1) for value in (rows, mask, keys))
     x, y = pool.many(rows, keys[..., 1] if sampling.augment else None)
     if not x.is_cuda:  # second derivatives of convolutions ask how images lie in memory, and vmap knows one answer
         x = x.contiguous()
-    rounds = round.expand(len(size))
-    return [Batch(x[j], y[j], mask[j], keys[j, :, 0], rounds, size) for j in range(len(rows))]
+    active = rows.shape[1]
+    rounds, size = round.expand(active), size[:active]
+    known = {name: value[:active] for name, value in told.items()}
+    return [Batch(x[j], y[j], mask[j], keys[j, :, 0], rounds, size, known) for j in range(len(rows))]

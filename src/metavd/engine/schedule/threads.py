@@ -54,7 +54,7 @@ def side_by_side(workers: int) -> Map:
         def work(job: Job) -> Any:
             try:
                 with torch.set_grad_enabled(mode):  # as in the caller; torch keeps it for each thread apart
-                    return function(job.client, _Watched(job.batches, stop), job.rows, job.key)
+                    return function(job.client, _Watched(job.batches, stop), job.rows, job.key, job.kept)
             finally:
                 room.release()
 

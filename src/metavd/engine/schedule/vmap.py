@@ -9,6 +9,7 @@ Shape letters: C clients of the cohort.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.func import vmap as mapped
 
+from ... import tree
 from ...compat import flatten, unflatten
 from ...core.types import Algorithm, Batch, Job, ServerState
 from ...data.cohort import Pool, over, pad
 from ...tree import Params
-from ..turn import moment, train_batches, train_turn
+from ..kept import held
+from ..turn import moment, split, train_batches, train_turn
 from . import Function, Map, Schedule, Train, Trained
 from .table import Table, batches_of, ordered, part_of, rejoined, table, tabled
 
@@ -79,7 +82,8 @@ def _together(function: Function, group: Sequence[Job]) -> Iterator[Any]:
                         for job in group])  # fmt: skip
     clients = torch.stack([job.client for job in group])
     keys = torch.stack([job.key for job in group])
-    out = mapped(function, randomness="error")(clients, batches, rows, keys)
+    kept = tree.stack([job.kept for job in group])
+    out = mapped(function, randomness="error")(clients, batches, rows, keys, kept)
     leaves, shape = flatten(out)
     for i in range(len(group)):
         yield unflatten([leaf[i] for leaf in leaves], shape)
@@ -90,23 +94,25 @@ def whole_turns(chunk: int = 0) -> Train:
 
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
         sent, now = emitted(algorithm, state, over(cohort, pool.x.device)), moment(state)
+        kept = held(algorithm, state, cohort.tolist())
         drawn = (
             (place, train_batches(algorithm, pool, client, now, client)) for place, client in enumerate(cohort.tolist())
         )
 
-        def part(group: list[tuple[int, list[Batch]]]) -> list[tuple[Params, Tensor]]:
+        def part(group: list[tuple[int, list[Batch]]]) -> list[tuple[Params, Params, Tensor]]:
             first = group[0][0]
             shared = {name: value.stride(0) == 0 for name, value in sent.items()}
             axes = {name: None if all else 0 for name, all in shared.items()}
             own = {
                 name: value[0] if shared[name] else value[first : first + len(group)] for name, value in sent.items()
             }
-            turn = mapped(lambda own, batches: train_turn(algorithm, own, batches), (axes, 0), randomness="error")
-            return [turn(own, _padded([batches for _, batches in group]))]
+            private = {name: value[first : first + len(group)] for name, value in kept.items()}
+            turn = mapped(partial(train_turn, algorithm), (axes, 0, 0), randomness="error")
+            return [turn(own, private, _padded([batches for _, batches in group]))]
 
         parts = list(_in_parts(drawn, chunk or MOST, part))
-        adapted = {name: torch.cat([params[name] for params, _ in parts]) for name in parts[0][0]}
-        return Trained(sent, adapted, torch.cat([loss for _, loss in parts]))
+        adapted, own = ({name: torch.cat([each[i][name] for each in parts]) for name in parts[0][i]} for i in (0, 1))
+        return Trained(sent, adapted, own, torch.cat([loss for _, _, loss in parts]))
 
     return train
 
@@ -123,13 +129,15 @@ def together(chunk: int = 0) -> Train:
             return otherwise(algorithm, pool, state, cohort)
         sent = emitted(algorithm, state, cohort)
         drawn = table(pool, algorithm.train_batches, algorithm.local.group, state, cohort)
-        received = ordered(sent, drawn.order)
+        kept = held(algorithm, state, cohort.tolist())
+        received = ordered(sent | kept, drawn.order)
         parts: list[tuple[Params, Tensor]] = []
         for first in range(0, len(cohort), chunk or len(cohort)):
             part = slice(first, min(first + (chunk or len(cohort)), len(cohort)))
             own = {name: value[part] for name, value in received.items()}
             parts += _train(algorithm, pool, own, part_of(drawn, part), state.round)
-        return Trained(sent, *rejoined(parts, drawn.order))
+        ended, losses = rejoined(parts, drawn.order)
+        return Trained(sent, *split(ended, kept), losses)
 
     return train
 
@@ -153,7 +161,7 @@ def _train(
             loss = loss[:active]
         if active:
             these = (drawn.rows[step, :active], drawn.mask[step, :active], drawn.keys[step, :active])
-            batches = batches_of(pool, algorithm.train_batches, these, round, drawn.size[:active])
+            batches = batches_of(pool, algorithm.train_batches, these, round, size=drawn.size, told=drawn.about)
             params, taken = take(params, batches, received, torch.tensor(step))
             loss = loss + taken
     return done[::-1]  # who took most steps comes first, and was put aside last

@@ -1,0 +1,35 @@
+"""Clipping: no client moves the server farther than the median client does.
+
+Shape letters: C clients.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import SpecError
+from .catalogue import Ballot, Rule, rule
+from .coordinates import weighted_median
+
+
+@rule("clip", "moves longer than the median client's are shortened to that; before another rule: clip+median")
+def clip(factor: float = 1.0) -> Rule:
+    """Shorten every answer's difference to what was sent to the median length of the round, times a factor.
+
+        x_i <- x_i min(1, factor median_j |x_j| / |x_i|)        lengths over the whole answer; the median by weight
+
+    What is a client's own is shortened with the rest.
+    """
+    if not factor > 0:
+        raise SpecError(f"aggregate is clip:{factor:g}, but the factor must be above 0, such as clip:1.5")
+
+    def count(ballot: Ballot) -> Ballot:
+        parts = [torch.linalg.vector_norm(value.flatten(1), dim=1) for value in ballot.moves.values()]
+        length = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        limit = factor * weighted_median(length, ballot.weight)
+        scale = torch.where(length > limit, limit / length, 1.0)
+        return ballot._replace(
+            moves={name: value * scale.reshape(-1, *[1] * (value.dim() - 1)) for name, value in ballot.moves.items()}
+        )
+
+    return count

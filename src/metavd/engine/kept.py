@@ -1,0 +1,188 @@
+"""What simulated clients keep between rounds: a table with one row per client, in memory or mapped from a file.
+
+A row is all that a client keeps, as one vector. Only the rows of a cohort are ever touched. A table has versions: a
+round makes a new one, and those of earlier rounds can still be read as long as somebody holds them, which is what a
+checkpoint of the last finished round needs while a GPU is ahead of it, and what early stopping needs of its best round.
+The newest version owns the rows; an older one holds the rows that the next one replaced.
+
+Shape letters: C clients of a cohort, N all clients, P numbers that a client keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from ..core.types import Algorithm, Keep, Kept, ServerState
+from ..data.cohort import over
+from ..tree import Params
+
+IN_MEMORY = 4 << 30
+"""Bytes up to which a table is held in memory, on the device; a larger one is a file that is mapped, on the host."""
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The rows of the newest version."""
+
+    rows: Tensor
+    """(N, P)."""
+    visited: Tensor
+    """(N,) bool on the host: who has kept something."""
+    like: Params
+    """What one client keeps: names, shapes, type and device; its values say nothing."""
+
+
+_NOTHING: tuple[list[int], Tensor, Tensor] = ([], torch.empty(0), torch.empty(0))
+
+
+@dataclass(eq=False)
+class Table:
+    """One version of what all clients keep; see `core.types.Kept`."""
+
+    storage: _Storage
+    newer: Table | None = None
+    """The next version; None: this one is the newest."""
+    replaced: tuple[list[int], Tensor, Tensor] = _NOTHING
+    """Of an older version: the clients whose rows the next one replaced, those rows, and whether they had any."""
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self.storage.visited)
+
+    def rows(self, clients: Sequence[int]) -> Params:
+        """Return what clients keep, (C, ...); zeros for one that has not kept anything yet."""
+        return _cut(self._flat(clients), self.storage.like)
+
+    def has(self, clients: Sequence[int]) -> list[bool]:
+        """Return of each client whether it has kept anything yet."""
+        found: list[bool] = self._visited()[list(clients)].tolist()
+        return found
+
+    def visited(self) -> list[int]:
+        """Return the clients that have kept something, ascending."""
+        found: list[int] = self._visited().nonzero()[:, 0].tolist()
+        return found
+
+    def put(self, clients: Sequence[int], kept: Params) -> Table:
+        """Return the next version, in which clients keep something else (C, ...); this one stays as it is."""
+        assert self.newer is None, "only the newest version has a next one"
+        storage, ids = self.storage, list(clients)
+        self.replaced = ids, self._flat(ids), storage.visited[ids]
+        flat = [kept[name].reshape(len(ids), one.numel()) for name, one in storage.like.items()]
+        new = torch.cat(flat, 1).to(storage.rows.device)
+        storage.rows.index_copy_(0, over(torch.tensor(ids, dtype=torch.int64), storage.rows.device), new)
+        storage.visited[ids] = True
+        self.newer = Table(storage)
+        return self.newer
+
+    def _flat(self, clients: Sequence[int]) -> Tensor:
+        rows, device = self.storage.rows, next(iter(self.storage.like.values())).device
+        found = rows[over(torch.tensor(clients, dtype=torch.int64), rows.device)].to(device)
+        for version in self._later():
+            where = {client: place for place, client in enumerate(version.replaced[0])}
+            at = [(place, where[client]) for place, client in enumerate(clients) if client in where]
+            if at:
+                here, there = (torch.tensor(places, device=device) for places in zip(*at, strict=True))
+                found[here] = version.replaced[1][there]
+        return found
+
+    def _visited(self) -> Tensor:
+        flags = self.storage.visited.clone()
+        for version in self._later():
+            flags[version.replaced[0]] = version.replaced[2]
+        return flags
+
+    def _later(self) -> list[Table]:
+        """Return this version and those between it and the newest, the last of them first."""
+        found: list[Table] = []
+        version = self
+        while version.newer is not None:
+            found.append(version)
+            version = version.newer
+        return found[::-1]
+
+
+def _cut(rows: Tensor, like: Params) -> Params:
+    """Cut rows (C, P) into entries (C, ...)."""
+    pieces = torch.split(rows, [value.numel() for value in like.values()], 1)
+    return {name: piece.reshape(-1, *value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
+
+
+def empty(clients: int, like: Params) -> Table:
+    """Return the table of clients that have kept nothing yet; `like` is what one of them keeps."""
+    width, some = sum(value.numel() for value in like.values()), next(iter(like.values()))
+    if clients * width * some.dtype.itemsize <= IN_MEMORY:
+        rows = some.new_zeros(clients, width)
+    else:
+        # The file has no name: it goes with the process, and a checkpoint holds the rows that were written.
+        with tempfile.NamedTemporaryFile(prefix="metavd-kept-") as file:
+            file.truncate(clients * width * some.dtype.itemsize)
+            flat = torch.from_file(file.name, shared=True, size=clients * width, dtype=some.dtype)
+        rows = flat.reshape(clients, width)
+    return Table(_Storage(rows, torch.zeros(clients, dtype=torch.bool), like))
+
+
+def filled(clients: int, who: Sequence[int], kept: Params) -> Table:
+    """Return a table in which some clients keep something (C, ...), as a checkpoint holds it."""
+    return empty(clients, {name: value.new_zeros(value.shape[1:]) for name, value in kept.items()}).put(who, kept)
+
+
+def digest(kept: Kept) -> str:
+    """SHA-256 over the clients and what they keep: two tables are the same exactly when these are."""
+    found = hashlib.sha256()
+    for client in kept.visited():
+        for name, value in sorted(kept.rows([client]).items()):
+            found.update(f"{client}:{name}:{tuple(value.shape)}".encode() + value.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+# --- a method's own view ---------------------------------------------------------------------------------------------
+
+
+def first_of(keep: Keep, key: Tensor, client: int) -> Params:
+    """Return what a client keeps before its first turn; `key` is the run's."""
+    return keep.init(key, torch.tensor(client, device=key.device))
+
+
+def started(algorithm: Algorithm, state: ServerState, clients: int) -> ServerState:
+    """Return the state before the first round, with the table of what clients keep where the method has any."""
+    if algorithm.keep is None:
+        return state
+    return state._replace(kept=empty(clients, first_of(algorithm.keep, state.key, 0)))
+
+
+def newcomers(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) -> list[bool]:
+    """Return of each client whether it has kept nothing yet; nobody is new to a method that keeps nothing."""
+    if algorithm.keep is None:
+        return [False] * len(clients)
+    known = [] if state.kept is None else [client for client in clients if client < len(state.kept)]
+    has = dict(zip(known, state.kept.has(known), strict=True)) if state.kept is not None else {}
+    return [not has.get(client, False) for client in clients]
+
+
+def held(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) -> Params:
+    """Return what clients keep, (C, ...); nothing where the method keeps nothing.
+
+    Those that have kept nothing yet, unseen ones among them, have what they begin with.
+    """
+    if algorithm.keep is None or not len(clients):
+        return {}
+    new = newcomers(algorithm, state, clients)
+    old = [client for client, is_new in zip(clients, new, strict=True) if not is_new]
+    found = state.kept.rows(old) if state.kept is not None and old else {}
+    if len(old) == len(clients):
+        return found
+    ids = over(torch.tensor([c for c, is_new in zip(clients, new, strict=True) if is_new]), state.key.device)
+    fresh: Params = vmap(algorithm.keep.init, (None, 0))(state.key, ids)
+    if not old:
+        return fresh
+    order = torch.argsort(torch.tensor(new).int(), stable=True)  # those with a row first
+    back = over(torch.argsort(order), state.key.device)
+    return {name: torch.cat([found[name], value])[back] for name, value in fresh.items()}

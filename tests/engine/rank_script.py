@@ -1,0 +1,72 @@
+"""What torchrun starts in tests/engine/test_ranks.py: many small runs; rank 0 prints their hashes as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import metavd
+from cheap import cheap
+from metavd import methods
+from metavd.engine.rounds import Silent
+
+CHEAP = {"batch": 8, "server_share": 0.1, "drop_from": 1, "threshold": 0.2, "hyper_width": 4}
+FIELDS = {"clients": 4, "unseen": 1, "cohort": 4, "rounds": 2, "model": "mlp", "width": 4, "partition": "quantity:1.0",
+          "test_share": 0.8}  # fmt: skip
+SOME = ("fedavg", "reptile+metavd+drop", "perfedavg+vd", "fedrep", "scaffold", "pfedgp", "fedbe")
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"method": "reptile+metavd", "aggregate": "median"},
+    {"method": "fedavg", "aggregate": "multi-krum:0", "attack": "sign-flip:0.2"},
+    {"method": "reptile+metavd+dp", "noise": 0.5},
+    {"method": "perfedavg+prior"},
+    {"method": "maml", "lost": 0.3, "valid": 0.2, "patience": 1, "eval_every": 1},
+)
+
+
+def rows() -> Any:
+    """Four noisy clusters in five dimensions."""
+    draw = np.random.default_rng(0)
+    y = np.arange(120) % 4
+    return metavd.arrays((draw.normal(size=(120, 5)) + 2.0 * np.eye(5)[y]).astype(np.float32), y, name="blobs")
+
+
+def found(backend: str) -> dict[str, list[str | None]]:
+    """Return the hashes of a run of every method, under vmap of some, and of some with options."""
+    source = rows()
+    hashes = {}
+    for settings in (*({"method": name} for name in (SOME if backend == "vmap" else methods.NAMES)), *VARIANTS):
+        own = cheap(settings["method"], **CHEAP)
+        result = metavd.run(source=source, backend=backend, **FIELDS | own | settings)
+        hashes[" ".join(map(str, settings.values()))] = [
+            result["model_sha256"], result.get("kept_sha256"), repr(result["unseen"]["nll"])]  # fmt: skip
+    return hashes
+
+
+class Dying(Silent):
+    """Kills its process, once, in round 3."""
+
+    def round(self, record: Any) -> None:
+        if record.round == 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            os.kill(os.getpid(), 9)
+
+
+def run_in(folder: str, task: str) -> dict[str, Any]:
+    """Run fedrep in a folder, or go on with it; rank 0 may die on the way."""
+    own = cheap("fedrep", **CHEAP)
+    listener = Dying() if task == "dying" else Silent()
+    settings = FIELDS | own | {"method": "fedrep", "rounds": 5, "checkpoint_every": 1, "backend": "loop"}
+    metavd.run(source=rows(), out=folder, resume=task == "resumed", listener=listener, **settings)
+    return metavd.run(source=rows(), out=folder, resume=True, **settings)  # a finished run is read, on every rank
+
+
+if __name__ == "__main__":
+    task, *words = sys.argv[1:]
+    answer: Any = found(*words) if task == "found" else run_in(*words, task)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(answer))
