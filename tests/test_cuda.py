@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import metavd
+from cheap import cheap
 from metavd import methods
 from metavd.core import rng
 from metavd.data.source import Source, arrays
@@ -14,14 +15,14 @@ from metavd.engine.checkpoint import state_hash
 from metavd.engine.rounds import rounds
 from metavd.engine.schedule import graph
 from metavd.engine.schedule.capture import captured
+from metavd.engine.turn import moment
 from metavd.ops.images import crop_and_flip
 from metavd.runs.run import Experiment, prepare, rounds_of, server_update, start, transport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 TINY = {"clients": 4, "unseen": 2, "cohort": 3, "rounds": 3, "width": 8, "test_share": 0.5, "dtype": "float64"}
-CHEAP = {"batch": 16, "local_epochs": 1, "hyper_width": 8, "drop_from": 1, "teachers": 2, "distill_steps": 4,
-         "chains": 2, "sweeps": 2, "extra_points": 2}  # fmt: skip
+CHEAP = {"batch": 16, "drop_from": 1, "sweeps": 2, "extra_points": 2}
 
 
 def test_keys_give_the_same_numbers() -> None:
@@ -41,11 +42,10 @@ def test_crops_and_flips_are_the_same_bits() -> None:
     assert torch.equal(crop_and_flip(rows, key), crop_and_flip(rows.cuda(), key.cuda()).cpu())
 
 
-@pytest.mark.parametrize("method", methods.NAMES)
+@pytest.mark.parametrize("method", [*methods.NAMES, "fedavg+dp", "reptile+metavd+dp"])
 def test_every_method_agrees(method: str) -> None:
     """Parity: three rounds on the CPU's loop, the GPU's loop and the GPU's vmap give the same answers to 1e-9."""
-    known = methods.options_of(method)
-    options = {key: value for key, value in CHEAP.items() if key in known}
+    options = cheap(method, **CHEAP)
     found = [
         metavd.run(method=method, device=device, backend=backend, **TINY, **options)
         for device, backend in (("cpu", "loop"), ("cuda", "loop"), ("cuda", "vmap"))
@@ -54,6 +54,48 @@ def test_every_method_agrees(method: str) -> None:
         for part in ("test", "unseen"):
             assert other[part]["nll"] == pytest.approx(found[0][part]["nll"], rel=1e-9)
             assert other[part]["brier"] == pytest.approx(found[0][part]["brier"], rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:0.2", "multi-krum:0", "geometric-median", "clip+median"])
+@pytest.mark.parametrize("method", ["fedavg", "reptile+metavd"])
+def test_every_rule_agrees(method: str, rule: str) -> None:
+    """Parity: liars and a rule against them, on the CPU's loop and the GPU's vmap."""
+    common = TINY | {"clients": 6, "cohort": 5, "rounds": 5}
+    here, there = (
+        metavd.run(method=method, device=device, backend=backend, aggregate=rule, attack="sign-flip:0.3", **common)
+        for device, backend in (("cpu", "loop"), ("cuda", "vmap"))
+    )
+    assert there["test"]["nll"] == pytest.approx(here["test"]["nll"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "more", [{"clipping": "adaptive"}, {"sampling": "fixed"}, {"noise_from": "sites", "cohort": 4}]
+)
+def test_hidden_clients_agree(more: dict[str, object]) -> None:
+    """Parity: an adaptive clip, a captured update, noise of the sites, on the CPU's loop and the GPU's vmap."""
+    common = TINY | {"clients": 4, "cohort": 2, "rounds": 5, "noise": 0.5} | more
+    here, there = (
+        metavd.run(method="reptile+vd+dp", device=device, backend=backend, **common)
+        for device, backend in (("cpu", "loop"), ("cuda", "vmap"))
+    )
+    assert there["test"]["nll"] == pytest.approx(here["test"]["nll"], rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:0.2", "multi-krum:0", "geometric-median", "clip"])
+def test_a_server_with_a_rule_is_captured(rule: str) -> None:
+    """No rule asks the device for a number on its way."""
+    setup = prepare(Experiment(method="reptile+metavd", device="cuda", aggregate=rule, **TINY))  # type: ignore[arg-type]
+    state = start(setup)
+    with torch.no_grad():
+        update = transport(setup).collect(state, moment(state)).update
+        assert update is not None
+        setup.algorithm.server.update(state, update)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            setup.algorithm.server.update(state, update)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml+metavd+drop"])

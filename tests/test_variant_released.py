@@ -125,9 +125,9 @@ def test_dead_zone(build, make_batch, name):
         state = dark(state)
         sent = received(algorithm, state)
         adapted, _ = algorithm.local(sent, batches)
-        below = sent[ENTRY] + algorithm.noise.offset < -8.5
+        below = sent[ENTRY] + algorithm.posterior.offset < -8.5
         assert 0.2 < below.double().mean() < 0.8
-        counted = algorithm.noise.stuck("", sent[ENTRY])
+        counted = algorithm.posterior.stuck("", sent[ENTRY])
         moved = adapted[ENTRY] != sent[ENTRY]
         if variant == "released":
             assert torch.equal(counted, below)
@@ -168,9 +168,9 @@ def test_lambda_ranges(build):
         weight = state.params["server.hyper.3.weight"]
         state = state._replace(params=state.params | {"server.hyper.3.weight": 1e5 * weight})
         sent = received(algorithm, state)
-        value = sent[ENTRY] + algorithm.noise.offset
+        value = sent[ENTRY] + algorithm.posterior.offset
         assert (value.min().item(), value.max().item()) == pytest.approx((-17.0, 0.0), abs=1e-6)
-        used = algorithm.noise.spread(sent, "fc1")
+        used = algorithm.posterior.spread(sent, "fc1")
         assert (used.min().item(), used.max().item()) == pytest.approx((floor, 0.0), abs=1e-6)
 
 
@@ -197,7 +197,7 @@ def test_weight_decay_in_the_method(build, name):
         for _ in range(150):
             state = algorithm.server.update(state, answers(algorithm, state))
         for number in (0, 1, NEW):
-            value = received(algorithm, state, number)[ENTRY] + algorithm.noise.offset
+            value = received(algorithm, state, number)[ENTRY] + algorithm.posterior.offset
             assert_close(value, torch.full((3, 6), wanted).double(), rtol=0, atol=0.005)
 
 
@@ -233,9 +233,9 @@ def test_released_evaluation_is_a_constant_and_three_draws(build, make_batch, na
     known = algorithm.serve(state.params, torch.tensor(1), state.round)
     unseen = algorithm.admit(state.params, state.round, [])
     for own in (known, unseen):
-        assert_close(algorithm.noise.spread(own, "fc1"), torch.full((3, 6), -8.5).double())
+        assert_close(algorithm.posterior.spread(own, "fc1"), torch.full((3, 6), -8.5).double())
         assert torch.equal(own["fc1.weight"], state.params["fc1.weight"])
-    model = attach(from_module(_module(), init=xavier), algorithm.noise)
+    model = attach(from_module(_module(), init=xavier), algorithm.posterior)
     x, key = make_batch(6).x, rng.key(7)
     wanted = model.apply(known, x, rng.split(key, 3)).mean(0).softmax(-1)
     assert_close(algorithm.predict(known, x, key).probs, wanted, rtol=0, atol=1e-12)
@@ -262,7 +262,7 @@ def test_vd_is_evaluated_with_its_own_spread(build):
     algorithm, state = build("reptile+vd", variant="released")
     state.params[ENTRY] = state.params[ENTRY] + 2.0
     served = algorithm.serve(state.params, torch.tensor(0), state.round)
-    assert_close(algorithm.noise.spread(served, "fc1"), torch.full((3, 6), -6.5).double())
+    assert_close(algorithm.posterior.spread(served, "fc1"), torch.full((3, 6), -6.5).double())
 
 
 # --- KL and beta as released ---------------------------------------------------------------------------------------
@@ -275,11 +275,11 @@ def test_released_kl_has_its_epsilon_beside_the_variance(build, name):
         algorithm, state = build(name, **options)
         sent = received(algorithm, state)
         sent["fc1.weight"] = torch.linspace(-1e-6, 1e-6, 18).double().reshape(3, 6)
-        theta2, sigma2 = sent["fc1.weight"].square(), algorithm.noise.variance(sent, "fc1")
+        theta2, sigma2 = sent["fc1.weight"].square(), algorithm.posterior.variance(sent, "fc1")
         odds = theta2 / (sigma2 + 1e-13) if options else (theta2 + 1e-13) / sigma2
-        assert_close(algorithm.noise.kl(sent), 0.5 * torch.log1p(odds).mean(), rtol=1e-9, atol=0)
+        assert_close(algorithm.posterior.kl(sent), 0.5 * torch.log1p(odds).mean(), rtol=1e-9, atol=0)
     assert abs(odds.mean() / (theta2 / sigma2).mean() - 1) < 1e-3
-    assert (build(name)[0].noise.kl(sent) / algorithm.noise.kl(sent)) > 1.1
+    assert (build(name)[0].posterior.kl(sent) / algorithm.posterior.kl(sent)) > 1.1
 
 
 @pytest.mark.parametrize("name", ["reptile+metavd", "maml+vd", "perfedavg+ensemblevd"])
@@ -374,8 +374,8 @@ def test_released_perfedavg(build, make_batch, name):
     sent = received(algorithm, state)
     inner = outer = objective.cross_entropy(model)
     if "+" in name:
-        inner = objective.cross_entropy(attach(model, algorithm.noise), 2)
-        outer = objective.total(inner, objective.divergence(algorithm.noise, lambda round: 10.0 + 0.0 * round))
+        inner = objective.cross_entropy(attach(model, algorithm.posterior), 2)
+        outer = objective.total(inner, objective.divergence(algorithm.posterior, lambda round: 10.0 + 0.0 * round))
     options = {"lr": 0.3, "outer_lr": 0.1, "clip": 5.0, "frozen": ("logvar",)}
     found = algorithm.local(sent, batches)[0]
     same(found, local.hf_maml(inner, outer, product="released", **options)(sent, batches)[0], atol=1e-9)
@@ -441,7 +441,7 @@ def test_released_fedavg_ignores_the_masks(build, make_batch):
         batch = make_batch(8, round=50.0)
         back = tree.stack([algorithm.local(tree.unstack(sent, i), [batch])[0] for i in range(2)])
         new = algorithm.server.update(state, Update(COHORT, back, SIZES, sent)).params["fc1.weight"]
-        regrown = aggregate.precision(algorithm.noise)(back, SIZES / SIZES.sum())["fc1.weight"][0]
+        regrown = aggregate.precision(algorithm.posterior)(back, SIZES / SIZES.sum())["fc1.weight"][0]
         assert_close(new, regrown if overwritten else state.params["fc1.weight"], rtol=0, atol=1e-12)
         assert (regrown != 0).any()
         ours, state = build(f"{base}+metavd+drop", **options)
@@ -474,7 +474,7 @@ def test_per_input_on_the_papers_network(name):
     assert sum(sizes.values()) == 1_408
     if name == "reptile+metavd":
         assert state.params["server.hyper.3.bias"].shape == (1_408,)
-    assert isinstance(algorithm.noise, InputLogAlpha)
+    assert isinstance(algorithm.posterior, InputLogAlpha)
 
 
 def test_per_input_leaves_the_models_own_start(build, net):
@@ -492,12 +492,12 @@ def test_rate(rate, options):
     algorithm = methods.algorithm("reptile+vd", model, setting, options | {"rate": rate})
     state = algorithm.server.init(rng.key(1))
     sent = received(algorithm, state)
-    found = torch.cat([value.flatten() for value in algorithm.noise.rates(sent).values()])
+    found = torch.cat([value.flatten() for value in algorithm.posterior.rates(sent).values()])
     if options:
         assert_close(found, torch.full_like(found, rate), rtol=1e-6, atol=0)
         return
     theta = sent["fc1.weight"]
-    sigma2 = algorithm.noise.variance(sent, "fc1")
+    sigma2 = algorithm.posterior.variance(sent, "fc1")
     assert (sigma2 / (sigma2 + theta.square().mean())).mean().item() == pytest.approx(rate, rel=0.05)
     # theta ~ U(+-b): median theta^2 = b^2/4 against the mean b^2/3, so the median odds are 4/3 of those asked for.
     odds = 4 / 3 * rate / (1 - rate)
@@ -510,7 +510,7 @@ def test_rate_zero_is_the_papers_start(build):
                             ({"per": "input"}, logit(0.15))):  # fmt: skip
         for clamp in ("through", "released"):
             algorithm, state = build("reptile+vd", clamp=clamp, **options)
-            value = algorithm.noise.spread(received(algorithm, state), "fc1")
+            value = algorithm.posterior.spread(received(algorithm, state), "fc1")
             assert_close(value, torch.full_like(value, wanted), rtol=1e-6, atol=0)
 
 
@@ -520,8 +520,8 @@ def test_spread_logalpha(build, make_batch):
     sent = received(algorithm, state)
     assert sent["fc1.logalpha"].shape == (3, 6)
     assert ENTRY not in sent
-    alpha = algorithm.noise.spread(sent, "fc1").exp()
-    assert_close(algorithm.noise.variance(sent, "fc1"), alpha * sent["fc1.weight"].square())
+    alpha = algorithm.posterior.spread(sent, "fc1").exp()
+    assert_close(algorithm.posterior.variance(sent, "fc1"), alpha * sent["fc1.weight"].square())
     adapted, _ = algorithm.local(sent, [make_batch(8, round=50.0)])
     assert (adapted["fc1.logalpha"] != sent["fc1.logalpha"]).all()
 
@@ -536,7 +536,7 @@ def test_kl_and_beta(build, make_batch, size):
     """kl=mean adds beta KL/K whatever n; kl=elbo adds beta KL/n, the negative ELBO a sample for beta = 1."""
     batch = make_batch(8, round=50.0, size=size)
     base, state = build("reptile+vd", beta=0.0)
-    total = base.noise.kl(received(base, state), mean=False)
+    total = base.posterior.kl(received(base, state), mean=False)
     bare = loss_of(base, state, batch)
     for options, wanted in (
         ({"beta": 10.0}, 10.0 * total / 18), ({"beta": 3.0}, 3.0 * total / 18),
@@ -549,7 +549,7 @@ def test_kl_and_beta(build, make_batch, size):
 def test_beta_ramp(build, make_batch):
     """beta_ramp: the share of the rounds (here 100) in which beta rises; in round r the KL weighs ramp(r)."""
     base, state = build("reptile+vd", beta=0.0)
-    term = base.noise.kl(received(base, state))
+    term = base.posterior.kl(received(base, state))
     for share in (0.0, 0.02, 0.5):
         algorithm, state = build("reptile+vd", beta_ramp=share)
         for round in (0.0, 1.0, 25.0, 60.0):
@@ -564,7 +564,7 @@ def test_draws(build, make_batch, draws):
     """draws: noise draws a training step, whose logits are averaged before the cross-entropy."""
     algorithm, state = build("reptile+vd", beta=0.0, draws=draws, rate=0.5)
     batch, sent = make_batch(8), received(algorithm, state)
-    model = attach(from_module(_module()), algorithm.noise)
+    model = attach(from_module(_module()), algorithm.posterior)
     logits = model.apply(sent, batch.x, rng.split(batch.key, draws)).mean(0)
     assert_close(loss_of(algorithm, state, batch), functional.cross_entropy(logits, batch.y))
 
@@ -579,13 +579,13 @@ def test_floor_ceiling_and_max_rate(build):
     ]  # fmt: skip
     for options, low, high in cases:
         algorithm, state = build("reptile+vd", **options)
-        entry = algorithm.noise.entry("fc1")
+        entry = algorithm.posterior.entry("fc1")
         ends = []
         for value in (-100.0, 100.0):
             params = state.params | {entry: torch.full_like(state.params[entry], value)}
             sent = algorithm.emit.apply(params, torch.tensor(0), state.round)
-            ends.append(algorithm.noise.spread(sent, "fc1").unique().item())
-            assert (sent[entry] + algorithm.noise.offset).unique().item() == pytest.approx(ends[-1], abs=1e-9)
+            ends.append(algorithm.posterior.spread(sent, "fc1").unique().item())
+            assert (sent[entry] + algorithm.posterior.offset).unique().item() == pytest.approx(ends[-1], abs=1e-9)
         assert ends == pytest.approx([low, high], abs=1e-9)
 
 
@@ -601,9 +601,9 @@ def test_clamp(build):
     for clamp, wanted in (("through", 1.0), ("released", 0.0)):
         algorithm, state = build("reptile+vd", clamp=clamp)
         outside = {ENTRY: torch.full((3, 6), -30.0).double(), "fc1.weight": state.params["fc1.weight"]}
-        slope = torch.func.grad(lambda p, noise=algorithm.noise: noise.spread(p, "fc1").sum())(outside)[ENTRY]
+        slope = torch.func.grad(lambda p, noise=algorithm.posterior: noise.spread(p, "fc1").sum())(outside)[ENTRY]
         assert_close(slope, torch.full((3, 6), wanted).double())
-        assert algorithm.noise.clamp == clamp
+        assert algorithm.posterior.clamp == clamp
 
 
 def test_layer_init(build, net):
@@ -622,7 +622,7 @@ def test_layers_by_name(build, make_batch):
     model = from_module(small_cnn((1, 4, 4), 3, width=2).double(), init=xavier)
     algorithm, state = build("reptile+metavd", model, layers="conv2, fc1", server_clip=1e9)
     sent = received(algorithm, state)
-    assert algorithm.noise.layers == ("conv2", "fc1")
+    assert algorithm.posterior.layers == ("conv2", "fc1")
     assert sent["conv2.logvar"].shape == (4, 2, 3, 3)
     assert sent["fc1.logvar"].shape == (4, 8)
     assert state.params["server.hyper.3.bias"].shape == (72 + 32,)
@@ -655,7 +655,7 @@ def test_predict_samples_average(build, make_batch):
     x, key = make_batch(6).x, rng.key(5)
     algorithm, state = build("reptile+vd", rate=0.6)
     own = received(algorithm, state)
-    model = attach(from_module(_module()), algorithm.noise)
+    model = attach(from_module(_module()), algorithm.posterior)
     assert_close(algorithm.predict(own, x, key).probs, model.apply(own, x, None)[0].softmax(-1))
     for samples in (1, 7):
         logits = model.apply(own, x, rng.split(key, samples))
@@ -675,7 +675,7 @@ def test_test_noise(build):
         if choice == "own":
             same(served, sent)
         else:
-            assert_close(algorithm.noise.spread(served, "fc1"), torch.full((3, 6), -8.5).double())
+            assert_close(algorithm.posterior.spread(served, "fc1"), torch.full((3, 6), -8.5).double())
 
 
 # --- options: hypernetwork, groups, rows -----------------------------------------------------------------------------
@@ -749,9 +749,9 @@ def test_newcomer_fit(build, make_batch):
     fit, _ = build("reptile+metavd", rate=0.5, newcomer="fit", fit_steps=4, fit_lr=0.5)
     unseen = received(mean, state, NEW)
     same(mean.admit(state.params, state.round, [batch]), unseen)
-    model = attach(from_module(_module()), fit.noise)
+    model = attach(from_module(_module()), fit.posterior)
     loss = objective.total(
-        objective.cross_entropy(model, 3), objective.divergence(fit.noise, objective.ramp(10.0, 100))
+        objective.cross_entropy(model, 3), objective.divergence(fit.posterior, objective.ramp(10.0, 100))
     )
     wanted = emit.fitted(fit.emit, loss, steps=4, lr=0.5)(state.params, state.round, [batch])
     found = fit.admit(state.params, state.round, [batch])
@@ -765,7 +765,7 @@ def test_newcomer_fit_is_masked_too(build, make_batch):
     """+drop drops weights of unseen clients too, by the rates of the embedding that was found for them."""
     algorithm, state = build("reptile+metavd+drop", newcomer="fit", drop_from=0, threshold=0.02)
     admitted = algorithm.admit(state.params, state.round, [make_batch(8)])
-    assert torch.equal(admitted["fc1.mask"], (algorithm.noise.rates(admitted)["fc1"] <= 0.02).double())
+    assert torch.equal(admitted["fc1.mask"], (algorithm.posterior.rates(admitted)["fc1"] <= 0.02).double())
 
 
 def test_newcomer_fit_goes_through_what_is_served(build, make_batch):
@@ -773,7 +773,7 @@ def test_newcomer_fit_goes_through_what_is_served(build, make_batch):
     batch = [make_batch(8)]
     algorithm, state = build("reptile+metavd", newcomer="fit", test_noise="constant")
     admitted = algorithm.admit(state.params, state.round, batch)
-    assert_close(algorithm.noise.spread(admitted, "fc1"), torch.full((3, 6), -8.5).double())
+    assert_close(algorithm.posterior.spread(admitted, "fc1"), torch.full((3, 6), -8.5).double())
     algorithm, state = build("reptile+metavd+drop", newcomer="fit", dropped="released", drop_from=0, threshold=0.0)
     admitted = algorithm.admit(state.params, state.round, batch)
     assert torch.equal(admitted["fc1.weight"], state.params["fc1.weight"])
@@ -794,7 +794,7 @@ def test_constant_test_noise_keeps_the_mask(build):
     sent = received(algorithm, state)
     for used in (algorithm.serve(state.params, torch.tensor(0), state.round),
                  algorithm.admit(state.params, state.round, [])):  # fmt: skip
-        assert_close(algorithm.noise.spread(used, "fc1"), torch.full((3, 6), -8.5).double())
+        assert_close(algorithm.posterior.spread(used, "fc1"), torch.full((3, 6), -8.5).double())
         assert used["fc1.mask"].mean() < 1
     assert torch.equal(algorithm.serve(state.params, torch.tensor(0), state.round)["fc1.mask"], sent["fc1.mask"])
 
@@ -839,7 +839,7 @@ def test_snip_options(build):
 def test_drop_options(build):
     """Options threshold and drop_from: which rates are dropped, and from which round on."""
     algorithm, state = build("reptile+metavd+drop", threshold=0.05, drop_from=7)
-    rate = algorithm.noise.rates(received(algorithm, state))["fc1"]
+    rate = algorithm.posterior.rates(received(algorithm, state))["fc1"]
     for round, wanted in ((6.0, torch.ones(3, 6).double()), (7.0, (rate <= 0.05).double())):
         sent = algorithm.emit.apply(state.params, torch.tensor(0), torch.tensor(round).double())
         assert torch.equal(sent["fc1.mask"], wanted)
@@ -883,8 +883,8 @@ def test_maml_freezes_the_spread_in_its_inner_step(build, make_batch, spread_kin
     """Support: CE alone, the spread held; query: CE + beta KL at the adapted weights, the spread moved with them."""
     algorithm, state = build("maml+metavd", spread=spread_kind, rate=0.5, lr=0.5, draws=2)
     batches = [make_batch(8, seed=i, round=50.0) for i in range(3)]
-    inner = objective.cross_entropy(attach(from_module(_module()), algorithm.noise), 2)
-    outer = objective.total(inner, objective.divergence(algorithm.noise, lambda round: 10.0 + 0.0 * round))
+    inner = objective.cross_entropy(attach(from_module(_module()), algorithm.posterior), 2)
+    outer = objective.total(inner, objective.divergence(algorithm.posterior, lambda round: 10.0 + 0.0 * round))
     sent = received(algorithm, state)
     found = algorithm.local(sent, batches)[0]
     same(found, local.maml(inner, outer, lr=0.5, outer_lr=0.1, frozen=(entry,))(sent, batches)[0])

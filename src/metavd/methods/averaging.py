@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import REGULARISABLE, TUNABLE, Adapting, Momentum, Parts, Training, assemble
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Adapting, Momentum, Parts, Training, assemble
 
 if TYPE_CHECKING:
     from ..core.types import Algorithm, Emit
@@ -22,7 +22,7 @@ def averaged(parts: Parts, o: Training, *, pulls: Emit | None = None) -> Algorit
 
 @base(
     "fedavg", "local SGD, averaged by data size", paper="McMahan et al., AISTATS 2017", options=Training,
-    gives=(REGULARISABLE, TUNABLE),
+    gives=(REGULARISABLE, TUNABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
 def fedavg(parts: Parts, o: Training) -> Algorithm:
     """Local SGD, averaged by data size."""
@@ -38,7 +38,13 @@ class FedProxOptions(Training):
     mu: float = option(0.1, "weight of the proximal term", low=0, search=[0.001, 0.01, 0.1, 1.0])
 
 
-@base("fedprox", "FedAvg with a proximal term", paper="Li et al., MLSys 2020", options=FedProxOptions, gives=(TUNABLE,))
+@base(
+    "fedprox",
+    "FedAvg with a proximal term",
+    paper="Li et al., MLSys 2020",
+    options=FedProxOptions,
+    gives=(TUNABLE, SUMMED, SOFTMAX),
+)
 def fedprox(parts: Parts, o: FedProxOptions) -> Algorithm:
     """FedAvg with a pull towards what was received: loss + mu/2 |w - received|^2."""
     return averaged(replace(parts, outer=core.objective.total(parts.outer, core.objective.proximal(o.mu))), o)
@@ -51,7 +57,7 @@ class ReptileOptions(Adapting, Momentum):
 
 @base(
     "reptile", "FedAvg with server momentum and one adaptation step", paper="Jiang et al. 2019, arXiv:1909.12488",
-    options=ReptileOptions, gives=(REGULARISABLE,),
+    options=ReptileOptions, gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
 def reptile(parts: Parts, o: ReptileOptions) -> Algorithm:
     """FedAvg with server momentum, and one adaptation step before use."""

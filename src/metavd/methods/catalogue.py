@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
-from .. import schema
+from .. import core, schema
 from ..errors import SpecError
 from ..registry import Registry
 from ..schema import Option, Value
@@ -20,7 +20,11 @@ from .parts import REGULARISABLE, Options, Parts, Rates, Setting, plain
 if TYPE_CHECKING:
     from ..core.types import Algorithm, Model
 
-FAMILIES = ("averaging", "meta", "fedbe", "pfedgp", "variational", "dropout", "snip", "finetune")
+FAMILIES = (
+    "averaging", "meta", "fedbe", "pfedgp", "alone", "fedper", "fedrep", "fedbabu", "ditto", "scaffold", "pfedme",
+    "fedala", "feddbe", "pfedfda", "pfedvem", "lrbpfl",
+    "variational", "dropout", "snip", "finetune", "prior", "dp",
+)  # fmt: skip
 """Our own modules with methods, in the order in which methods are listed."""
 REGISTRY: Registry[Entry] = Registry("metavd.methods", [f"{__package__}.{family}" for family in FAMILIES])
 VARIANTS = ("default", "released")
@@ -47,10 +51,11 @@ class Entry:
     """What some part before it must give."""
     because: str = ""
     """What it does with that, for a person who gave it to a method without."""
-    listed: tuple[str, ...] = ()
-    """Of an extra: bases and regularisers after which it is listed by name."""
-    mistaken: Mapping[str, str] | None = None
-    """Names that people may give it wrongly, each with the sentence that says why it is not called so."""
+    listed: tuple[str, ...] | None = None
+    """Of an extra: bases and regularisers after which it is listed by name. Of a base: regularisers with which it is,
+    all of them where it is None. What is not listed is possible all the same."""
+    newcomer: str = ""
+    """Of a base: what a client gets that never took part."""
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -78,12 +83,20 @@ Part = Callable[[Parts, O], Parts]
 
 
 def base(
-    name: str, text: str, *, paper: str, options: type[B], gives: Sequence[str] = ()
+    name: str,
+    text: str,
+    *,
+    paper: str,
+    options: type[B],
+    gives: Sequence[str] = (),
+    listed: Sequence[str] | None = None,
+    newcomer: str = "does as the others with what it receives",
 ) -> Callable[[Base[B]], Base[B]]:
-    """Register a base: what turns `Parts` into an `Algorithm`."""
+    """Register a base: what turns `Parts` into an `Algorithm`; it is `listed` with these regularisers, or all."""
 
     def register(build: Base[B]) -> Base[B]:
-        _register(Entry(name, "base", text, paper, options, build, tuple(gives)))
+        shown = None if listed is None else tuple(listed)
+        _register(Entry(name, "base", text, paper, options, build, tuple(gives), listed=shown, newcomer=newcomer))
         return build
 
     return register
@@ -111,12 +124,11 @@ def extra(
     needs: str,
     because: str,
     listed: Sequence[str] = (),
-    mistaken: Mapping[str, str] | None = None,
 ) -> Callable[[Part[O]], Part[O]]:
     """Register what can be added to a method, regularised or not."""
 
     def register(build: Part[O]) -> Part[O]:
-        _register(Entry(name, "extra", text, paper, options, build, (), needs, because, tuple(listed), mistaken))
+        _register(Entry(name, "extra", text, paper, options, build, (), needs, because, tuple(listed)))
         return build
 
     return register
@@ -134,9 +146,16 @@ def names() -> tuple[str, ...]:
     """Return every method that is listed, run and tested by name."""
     bases, regularisers, extras = (entries(kind).values() for kind in ("base", "regulariser", "extra"))
     found = [[each] for each in bases]
-    found += [[one, last] for last in extras for one in bases if one.name in last.listed]
-    found += [[one, two] for two in regularisers for one in bases]
-    found += [[one, two, last] for last in extras for two in regularisers if two.name in last.listed for one in bases]
+    found += [[one, last] for last in extras for one in bases if one.name in (last.listed or ())]
+    found += [[one, two] for two in regularisers for one in bases if one.listed is None or two.name in one.listed]
+    found += [
+        [one, two, last]
+        for last in extras
+        for two in regularisers
+        if two.name in (last.listed or ())
+        for one in bases
+        if one.listed is None
+    ]
     return tuple("+".join(each.name for each in parts) for parts in found if _misfit(parts) is None)
 
 
@@ -157,7 +176,8 @@ def parse(name: str) -> list[Entry]:
         raise SpecError(f"unknown method {name!r}; {_nearest(name, names())}")
     for part in rest:
         if not REGISTRY.has(part) or REGISTRY.own()[part].kind == "base":
-            raise SpecError(f"unknown part {part!r} of method {name!r}; {_unknown(part)}")
+            others = [each for each, entry in entries().items() if entry.kind != "base"]
+            raise SpecError(f"unknown part {part!r} of method {name!r}; {_nearest(part, others)}")
     known = REGISTRY.own()
     chosen = [part for part in rest if known[part].kind == "regulariser"]
     if len(chosen) > 1:
@@ -175,14 +195,6 @@ def parse(name: str) -> list[Entry]:
             + (f", for example {example}" if example else "")
         )
     return parts
-
-
-def _unknown(part: str) -> str:
-    """Say what a part may have meant; some wrong names have an answer of their own."""
-    for entry in entries().values():
-        if entry.mistaken and part in entry.mistaken:
-            return entry.mistaken[part]
-    return _nearest(part, [name for name, entry in entries().items() if entry.kind != "base"])
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
@@ -219,10 +231,19 @@ def resolve(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Valu
 
 
 def _filled(name: str, given: Mapping[str, Any] | None) -> list[tuple[Entry, Options]]:
-    """Return a method's parts, each with its options."""
-    values = resolve(name, given)
+    """Return a method's parts, each with its options.
+
+    Where two parts have an option of one name, its value is the later part's, and the earlier keeps its preset.
+    """
+    values, parts = resolve(name, given), parse(name)
+    owner = {key: part for part in parts for key in part.options}
+
+    def value(part: Entry, key: str) -> Value:
+        own = part.options[key]
+        return values[key] if owner[key] is part else own.presets.get(str(values[VARIANT.name]), own.default)
+
     return [
-        (part, part.schema(**{field.name: values[field.name] for field in fields(part.schema)})) for part in parse(name)
+        (part, part.schema(**{each.name: value(part, each.name) for each in fields(part.schema)})) for part in parts
     ]
 
 
@@ -262,8 +283,19 @@ def algorithm(name: str, model: Model, setting: Setting, options: Mapping[str, A
     parts = plain(model, setting, told)
     for part, o in rest:
         parts = part.build(parts, o)
-    built: Algorithm = first.build(parts, told)
-    return built
+    rule = core.rules.parse(setting.aggregate)
+    if rule is None:
+        built: Algorithm = first.build(parts, told)
+        return parts.finish(built)
+    why = next((o.only_mean for _, o in [(first, told), *rest] if o.only_mean), "")
+    if not why and parts.aggregate is not core.aggregate.mean and parts.posterior is None:
+        why = f"{name} has an aggregation of its own"
+    if why:
+        raise SpecError(f"aggregate is {setting.aggregate!r}, but {why}; leave it at mean")
+    # Answers reach the server as the rule's consensus, votes by precision counted already.
+    built = first.build(replace(parts, aggregate=core.aggregate.mean), told)
+    server = core.server.guarded(built.server, rule, parts.posterior, by_size=not told.weighs_alike)
+    return parts.finish(replace(built, server=server))
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -273,6 +305,7 @@ def describe(name: str) -> dict[str, Any]:
         "name": name,
         "text": "; ".join(part.text for part in parts),
         "paper": "; ".join(dict.fromkeys(part.paper for part in parts)),
+        "newcomer": parts[0].newcomer,
         "options": [_described(option) for option in options_of(name).values()],
     }
 

@@ -10,7 +10,7 @@ from ..errors import SpecError
 from ..schema import option
 from .averaging import averaged
 from .catalogue import base
-from .parts import Parts, Training
+from .parts import SOFTMAX, Parts, Training
 
 if TYPE_CHECKING:
     from ..core.types import Algorithm
@@ -38,8 +38,19 @@ class FedBEOptions(Training):
         """Share of every client's rows that the server gets, unlabelled."""
         return self.server_share
 
+    @property
+    def only_mean(self) -> str:
+        """Its teachers are the clients' own models."""
+        return "fedbe teaches its mean by every client's model, which no rule keeps liars out of"
 
-@base("fedbe", "FedAvg distilled from a Bayesian ensemble", paper="Chen and Chao, ICLR 2021", options=FedBEOptions)
+
+@base(
+    "fedbe",
+    "FedAvg distilled from a Bayesian ensemble",
+    paper="Chen and Chao, ICLR 2021",
+    options=FedBEOptions,
+    gives=(SOFTMAX,),
+)
 def fedbe(parts: Parts, o: FedBEOptions) -> Algorithm:
     """FedAvg whose mean is taught by an ensemble of models on the server's unlabelled rows."""
     config = core.server.Distillation(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import REGULARISABLE, Adapting, Momentum, Parts, assemble
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, Adapting, Momentum, Parts, assemble
 
 if TYPE_CHECKING:
     from ..core.types import Algorithm, Sampling
@@ -40,7 +40,7 @@ def _batches(o: MamlOptions) -> Sampling:
 
 @base(
     "maml", "second-order MAML on every client", paper="Chen et al. 2018, arXiv:1802.07876", options=MamlOptions,
-    gives=(REGULARISABLE,),
+    gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
 def maml(parts: Parts, o: MamlOptions) -> Algorithm:
     """Second-order meta-learning of a start from which one step adapts."""
@@ -62,7 +62,7 @@ class PerFedAvgOptions(MamlOptions):
 
 @base(
     "perfedavg", "Hessian-free MAML", paper="Fallah et al., NeurIPS 2020", options=PerFedAvgOptions,
-    gives=(REGULARISABLE,),
+    gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
 def perfedavg(parts: Parts, o: PerFedAvgOptions) -> Algorithm:
     """MAML with a Hessian-vector product in place of second-order differentiation."""

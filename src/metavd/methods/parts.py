@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .. import core
 from ..errors import SpecError
@@ -16,16 +16,19 @@ from ..schema import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..core.optim import Sgd
+    from ..core.optim import Rule
     from ..core.posterior import Posterior
+    from ..core.privacy import Normal
     from ..core.types import (
         Admit,
         Aggregate,
         Algorithm,
         Batch,
         Emit,
+        Keep,
         Local,
         Model,
+        Newcomer,
         Objective,
         Predict,
         Sampling,
@@ -39,6 +42,10 @@ POSTERIOR = "posterior"
 """Of a regulariser: weights have dropout rates."""
 TUNABLE = "tunable"
 """Of a base: it takes no adaptation step before use, and may be given one."""
+SOFTMAX = "softmax"
+"""Of a base: its clients minimise `Parts.outer`, the cross-entropy of logits among it."""
+SUMMED = "summed"
+"""Of a base: the sum of the clients' answers is all that its server needs, and may be noisy."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,16 @@ class Options:
         """First round in which weights are dropped; None: never."""
         return None
 
+    @property
+    def only_mean(self) -> str:
+        """Why no aggregation rule but the mean goes with it, in half a sentence; empty where all do."""
+        return ""
+
+    @property
+    def weighs_alike(self) -> bool:
+        """Whether every client's answer counts alike, not by its number of rows."""
+        return False
+
     def notes(self, rounds: int) -> Sequence[str]:  # noqa: ARG002
         """What a person should know before a run of so many rounds."""
         return ()
@@ -74,6 +91,12 @@ class Setting:
     rounds: int
     server_rows: Callable[[Tensor], Tensor] | None = None
     """A round's key -> the server's own unlabelled rows (D, ...), where the method asks for them."""
+    aggregate: str = "mean"
+    """How answers become one, see `core.rules`."""
+    cohort: int = 0
+    """Clients asked in a round; 0: all."""
+    normal: Normal | None = None
+    """What noise that hides clients is drawn by; None: `core.rng.normal`."""
 
 
 @dataclass(frozen=True)
@@ -86,31 +109,35 @@ class Parts:
     inner: Objective
     outer: Objective
     aggregate: Aggregate
-    groups: dict[str, Sgd]
+    groups: dict[str, Rule]
     predict: Predict
     lr: float
     """The base's local learning rate."""
-    noise: Posterior | None = None
+    posterior: Posterior | None = None
     serve: Callable[[Emit], Emit] = lambda emits: emits
     """From what is emitted in training to what is emitted when a client is to be used or tested."""
     personal: Callable[[Objective], Objective] = lambda loss: loss
     """From what is minimised in training to what is minimised when a client is to be used or tested."""
-    admit: Callable[[Emit], Admit] | None = None
+    admit: Callable[[Emit, Objective], Admit] | None = None
+    """(what is emitted for use, what personalisation minimises) -> how an unseen client is admitted, where it fits."""
     wrap: Callable[[Server], Server] = lambda base: base
     inner_clip: bool = True
     adapt_steps: int | None = None
     """Gradient steps of personalisation; None: clients use what they receive."""
     sparse: bool = True
     owned_by_share: bool = False
+    finish: Callable[[Algorithm], Algorithm] = lambda built: built
+    """What is done to the method once a base has put it together."""
     undropped: Emit | None = None
     """What would be emitted if no weight were dropped, where the released rules are followed; see `averaging`."""
 
     @property
     def posterior_entries(self) -> list[str]:
         """Names of what travels for the posterior, where there is one."""
-        if self.noise is None:
+        if self.posterior is None:
             return []
-        return [name for layer in self.noise.layers for name in self.noise.entries(layer, self.model.layers[layer])]
+        shapes = self.model.layers
+        return [name for layer in self.posterior.layers for name in self.posterior.entries(layer, shapes[layer])]
 
 
 # --- options that bases share ----------------------------------------------------------------------------------------
@@ -128,6 +155,25 @@ class Rates(Options):
     server_clip: float = option(100.0, "largest norm of the server's gradient", low=0)
     server_lr: float = option(1.0, "server learning rate; 1 lands on the clients' mean", low=0)
     server_momentum: float = option(0.0, "server momentum", low=0, high=1)
+    server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = option(
+        "sgd", "the server's rule for the weights: server_lr and server_momentum, or an adaptive one (FedOpt)",
+        later=True,
+    )  # fmt: skip
+    adaptive_lr: float = option(
+        0.01, "server learning rate of adam, yogi and adagrad, in place of server_lr", low=0, later=True
+    )
+    server_tau: float = option(1e-3, "their adaptivity: added to sqrt(v), which begins there", low=1e-12, later=True)
+    server_beta1: float = option(0.9, "share of the old mean gradient in adam and yogi", low=0, high=1, later=True)
+    server_beta2: float = option(0.99, "share of the old mean square in them", low=0, high=1, later=True)
+
+    @property
+    def server_rule(self) -> Rule:
+        """The server's rule for the weights. As in the paper, adagrad has no mean gradient but the last."""
+        kind = self.server_optimizer
+        if kind == "sgd":
+            return core.optim.Sgd(self.server_lr, self.server_momentum)
+        beta1 = 0.0 if kind == "adagrad" else self.server_beta1
+        return core.optim.Adaptive(kind, self.adaptive_lr, self.server_tau, beta1, self.server_beta2)
 
 
 @dataclass(frozen=True)
@@ -166,16 +212,32 @@ def plain(model: Model, setting: Setting, o: Rates) -> Parts:
         loss,
         loss,
         core.aggregate.mean,
-        {"": core.optim.Sgd(o.server_lr, o.server_momentum)},
+        {"": o.server_rule},
         core.predict.posterior_mean(model),
         o.lr,
     )
 
 
-def assemble(parts: Parts, o: Training, steps: Local, batches: Sampling, *, pulls: Emit | None = None) -> Algorithm:
+def assemble(
+    parts: Parts,
+    o: Training,
+    steps: Local,
+    batches: Sampling,
+    *,
+    pulls: Emit | None = None,
+    keep: Keep | None = None,
+    newcomer: Newcomer | None = None,
+) -> Algorithm:
     """Put the slots together; personalisation takes gradient steps where the method adapts.
 
-    `pulls` is what the server takes the clients' differences to, where that is not what they received.
+    Args:
+        parts: what regularisers made of the method.
+        o: the base's options.
+        steps: what a client does with its batches in a round.
+        batches: which batches these are.
+        pulls: what the server takes the clients' differences to, where that is not what they received.
+        keep: what clients keep between rounds.
+        newcomer: what a client does before use or test that has kept nothing yet.
     """
     import torch  # noqa: PLC0415
 
@@ -185,6 +247,7 @@ def assemble(parts: Parts, o: Training, steps: Local, batches: Sampling, *, pull
         parts.aggregate,
         groups,
         clip=o.server_clip,
+        by_size=not o.weighs_alike,
         owned_by_share=parts.owned_by_share,
         anew=pulls is not None,
     )
@@ -200,13 +263,17 @@ def assemble(parts: Parts, o: Training, steps: Local, batches: Sampling, *, pull
         emit=parts.emit,
         local=steps,
         server=parts.wrap(pulled),
-        personalize=core.local.sgd(parts.personal(parts.outer), lr=o.lr, clip=o.clip) if adapts else core.local.keep,
+        personalize=core.local.sgd(parts.personal(parts.outer), lr=o.lr, clip=o.clip)
+        if adapts
+        else core.local.unchanged,
         predict=parts.predict,
         serve=used.apply,
-        admit=admit if parts.admit is None else parts.admit(used),
+        admit=admit if parts.admit is None else parts.admit(used, parts.personal(parts.outer)),
         train_batches=batches,
         personal_batches=core.types.Sampling(o.batch, steps=num_steps),
-        noise=parts.noise,
+        posterior=parts.posterior,
+        keep=keep,
+        newcomer=newcomer,
     )
 
 
@@ -219,6 +286,14 @@ def named(model: Model, text: str, default: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise SpecError(f"option layers is {text!r}, but must name at least one of {', '.join(model.layers)}")
     return names
+
+
+def linear_head(model: Model, method: str) -> str:
+    """Return the name of the output layer of a method that computes with it: one linear layer with a bias."""
+    name = model.head[-1]
+    if len(model.layers[name]) != 2 or f"{name}.bias" not in model.init(core.rng.key(0)):
+        raise SpecError(f"{method} needs a network that ends with a linear layer with a bias, but {name!r} is not one")
+    return name
 
 
 def linear_layers(model: Model) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import Parts, Rates
+from .parts import SUMMED, Parts, Rates
 
 if TYPE_CHECKING:
     from ..core.types import Algorithm
@@ -33,10 +33,15 @@ class PFedGPOptions(Rates):
         foreign="it gives a client rows of other clients, which stay where they are in a federation; use 0",
     )  # fmt: skip
 
+    @property
+    def weighs_alike(self) -> bool:
+        """Every client's answer counts alike."""
+        return True
+
 
 @base(
     "pfedgp", "shared features, a Gaussian-process tree per client", paper="Achituve et al., NeurIPS 2021",
-    options=PFedGPOptions,
+    options=PFedGPOptions, gives=(SUMMED,),
 )  # fmt: skip
 def pfedgp(parts: Parts, o: PFedGPOptions) -> Algorithm:
     """Shared features, a Gaussian-process tree on each client's own classes."""
@@ -50,7 +55,7 @@ def pfedgp(parts: Parts, o: PFedGPOptions) -> Algorithm:
     return core.types.Algorithm(
         emit=emits,
         local=core.local.sgd(slots.predictive_likelihood(model, tree), lr=o.lr, clip=o.clip),
-        server=core.server.pull(emits, core.aggregate.mean, groups, clip=o.server_clip, by_size=False),
+        server=core.server.pull(emits, core.aggregate.mean, groups, clip=o.server_clip, by_size=not o.weighs_alike),
         personalize=slots.conditioned(model, tree),
         predict=slots.tree_prediction(model, tree),
         serve=emits.apply,

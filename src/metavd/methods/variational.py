@@ -49,6 +49,10 @@ class PosteriorOptions(Options):
         "gradients past floor and ceiling: those that lead back pass, all, or none (released)",
         released="released",
     )
+    prior: Literal["hierarchical", "anchored"] = option(
+        "hierarchical", "what the KL pulls spreads to: as much noise as possible, or the rate that they start at",
+        later=True,
+    )  # fmt: skip
     beta: float = option(10.0, "weight of the KL", low=0, search=[float(i) for i in range(1, 16)])
     beta_ramp: float = option(0.02, "share of all rounds in which beta rises from 0", low=0, high=1)
     kl: Literal["mean", "elbo"] = option("mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta")
@@ -165,7 +169,7 @@ def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model,
         personal=objective.a_round_earlier if o.test_beta == "last" else parts.personal,
         aggregate=core.aggregate.precision(noise),
         predict=predict.posterior_mean(model) if by_mean else predict.posterior_draws(model, o.samples, o.average),
-        noise=noise,
+        posterior=noise,
     )
 
 
@@ -191,8 +195,7 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
 
     parts = _posterior(parts, o, extend)
     if o.admits_by_fitting:
-        loss = parts.personal(parts.outer)
-        parts = replace(parts, admit=lambda used: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
+        parts = replace(parts, admit=lambda used, loss: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
     groups = parts.groups | {"server.hyper.": rule(o.hyper_lr, o.hyper_momentum, o.hyper_decay)}
     return _owned(replace(parts, groups=groups), o, rule(o.embed_lr, o.embed_momentum, o.embed_decay))
 
@@ -235,6 +238,11 @@ class DropOptions(Options):
         """First round in which weights are dropped."""
         return self.drop_from
 
+    @property
+    def only_mean(self) -> str:
+        """The released rules average zeros that regrow."""
+        return "dropped=released averages zeros that regrow; use dropped=absent" if self.dropped == "released" else ""
+
     def notes(self, rounds: int) -> Sequence[str]:
         """Say that a run is too short for anything to be dropped."""
         if self.drop_from < rounds:
@@ -248,14 +256,13 @@ class DropOptions(Options):
 @extra(
     "drop", "weights with high dropout rates neither sent nor used", paper=_METAVD, options=DropOptions,
     needs=POSTERIOR, because="drops weights by the dropout rates of a posterior", listed=("metavd",),
-    mistaken={"dp": "in this field DP is differential privacy; weights are dropped by +drop"},
 )  # fmt: skip
 def drop(parts: Parts, o: DropOptions) -> Parts:
     """Drop weights whose dropout rate is high from the messages and from the model."""
-    assert parts.noise is not None
+    assert parts.posterior is not None
     before, serve = parts.emit, parts.serve
     released = o.dropped == "released"
-    emits = core.emit.dropping(before, parts.noise, threshold=o.threshold, start=o.drop_from, released=released)
+    emits = core.emit.dropping(before, parts.posterior, threshold=o.threshold, start=o.drop_from, released=released)
     if not released:
         return replace(parts, emit=emits)
     # The released code tests with dense weights.

@@ -4,6 +4,6 @@ A network of one's own is a function with a decorator, as in every file here; a 
 entry point of the group `metavd.models` makes it known to the command line (`model=NAME`).
 """
 
-from .catalogue import REGISTRY, Described, Network, check, model_for, module_for, names, network
+from .catalogue import REGISTRY, Network, check, model_for, module_for, names, network
 
-__all__ = ["REGISTRY", "Described", "Network", "check", "model_for", "module_for", "names", "network"]
+__all__ = ["REGISTRY", "Network", "check", "model_for", "module_for", "names", "network"]
