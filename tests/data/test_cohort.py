@@ -15,7 +15,6 @@ from metavd.data.cohort import (
     PERSONAL,
     TEST,
     TRAIN,
-    ParticipationError,
     arriving,
     batches,
     choose,
@@ -26,6 +25,7 @@ from metavd.data.cohort import (
 )
 from metavd.data.partition import Federation, federate
 from metavd.data.source import arrays
+from metavd.errors import SpecError
 
 KEY = rng.key(7)
 
@@ -296,5 +296,5 @@ def test_probabilities_from_text() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "-0.1", "1.5", "nan", "0.9..0.2", "0.1..", "0.1..2", "1,,1", "0.5,0.5"])
 def test_wrong_probabilities_are_explained(text: str) -> None:
-    with pytest.raises(ParticipationError, match="available"):
+    with pytest.raises(SpecError, match="available"):
         probabilities(text, 3, KEY, "available")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metavd.data.collection import load
+from metavd.data.described import describe
 from metavd.data.partition import (
     Federation,
     PartitionError,
-    describe,
     dirichlet,
     federate,
     iid,

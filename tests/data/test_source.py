@@ -45,11 +45,11 @@ def test_grey_images_get_a_channel():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_features_become_float32(dtype):
-    """(n, d) features stay (n, d), in float32, with scale 1 and one mean for all."""
+    """(n, d) features stay (n, d), in float32, with scale 1 and a mean and deviation for each column."""
     data = arrays(np.array([[0, 2], [4, 6]], dtype), [0, 1])
     assert (data.x.dtype, data.x.shape, data.scale) == (np.float32, (2, 2), 1.0)
-    assert data.mean == (3.0,)
-    assert data.std == pytest.approx((5**0.5,))
+    assert data.mean == (2.0, 4.0)
+    assert data.std == pytest.approx((2.0, 2.0))
 
 
 def test_moments_leave_test_rows_out():
@@ -111,6 +111,17 @@ def test_transform_of_features():
     torch.testing.assert_close(each, torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int64])
+def test_token_ids_are_kept_as_integers(dtype):
+    """Law: (n, L) integers reach the network as they are, in int64; declared as numbers they are features."""
+    x = np.array([[0, 7, 200 % 128], [3, 1, 2]], dtype)
+    ids = arrays(x, [0, 1])
+    assert (ids.tokens, ids.scale) == (int(x.max()) + 1, 1.0)
+    assert torch.equal(transform(ids)(torch.from_numpy(ids.x)), torch.from_numpy(x.astype(np.int64)))
+    numbers = arrays(x, [0, 1], kind="numbers")
+    assert (numbers.tokens, numbers.x.dtype) == (0, np.float32)
+
+
 def test_transform_under_vmap():
     """The engine may map it over clients."""
     data = arrays(np.zeros((2, 3, 2, 2), np.uint8), [0, 1], mean=[0.1, 0.2, 0.3], std=[1, 2, 4])
@@ -122,7 +133,13 @@ def test_transform_under_vmap():
 GOOD = np.zeros((3, 2), np.float32)
 LABELS = np.array([0, 1, 1])
 WRONG = [
-    pytest.param(GOOD.astype(np.int64), LABELS, {}, "type int64, but it must be uint8 or a float", id="x integers"),
+    pytest.param(
+        np.zeros((3, 2, 2), np.int64), LABELS, {}, "type int64, but it must be uint8 or a float", id="x int64"
+    ),
+    pytest.param(np.full((3, 2), -1), LABELS, {}, "row 0 of x holds a token id", id="negative token"),
+    pytest.param(np.full((3, 2), 9), LABELS, {"tokens": 9}, "none of 0 to 8", id="large token"),
+    pytest.param(GOOD, LABELS, {"kind": "tokens"}, "tokens are .rows, length. integers", id="float tokens"),
+    pytest.param(GOOD, LABELS, {"kind": "words"}, "auto or tokens or numbers", id="kind"),
     pytest.param(GOOD.astype(bool), LABELS, {}, "type bool", id="x bool"),
     pytest.param(np.array([["a"], ["b"], ["c"]]), LABELS, {}, "uint8 or a float type", id="x text"),
     pytest.param([[1.0], [1.0, 2.0], [0.0]], LABELS, {}, "rows of different shapes", id="x ragged"),
@@ -137,7 +154,11 @@ WRONG = [
     pytest.param(GOOD, [0, 1], {}, r"y has shape \(2,\).*3 rows", id="y short"),
     pytest.param(GOOD, [[0], [1], [1]], {}, r"y has shape \(3, 1\)", id="y column"),
     pytest.param(GOOD, [0.0, 1.0, 1.0], {}, r"float64.*y\.astype\(int\)", id="y float"),
-    pytest.param(GOOD, ["a", "b", "b"], {}, "np.unique", id="y text"),
+    pytest.param(GOOD, np.array(["a", 1, "b"], object), {}, "np.unique", id="y text and number"),
+    pytest.param(GOOD, ["a", "a", "a"], {}, "every row has label 'a'", id="one name"),
+    pytest.param(GOOD, LABELS, {"classes": ["cat"]}, "every row has label 'cat'", id="one class name"),
+    pytest.param(GOOD, LABELS, {"classes": ["cat", "cat"]}, "different texts", id="class names twice"),
+    pytest.param(GOOD, LABELS, {"client": [0, 1, 2], "client_names": ["a", "b"]}, "2 names, but 3", id="few names"),
     pytest.param(GOOD, [False, True, True], {}, "type bool", id="y bool"),
     pytest.param(GOOD, [0, -1, 1], {}, "row 1 has label -1, but labels must run from 0;", id="y negative"),
     pytest.param(GOOD, [0, 1, 2], {"num_classes": 2}, "row 2 has label 2.* from 0 to 1;", id="y too large"),
@@ -147,7 +168,7 @@ WRONG = [
     pytest.param(GOOD, [0, 0, 0], {"num_classes": 1}, "num_classes is 1", id="num_classes 1"),
     pytest.param(GOOD, LABELS, {"client": [0, 1]}, "client has shape", id="client short"),
     pytest.param(GOOD, LABELS, {"client": [0, 1, -2]}, "row 2 has client -2", id="client negative"),
-    pytest.param(GOOD, LABELS, {"client": ["ann", "bob", "bob"]}, "np.unique", id="client text"),
+    pytest.param(GOOD, LABELS, {"client": np.array(["ann", 1, None], object)}, "np.unique", id="client text"),
     pytest.param(GOOD, LABELS, {"test": [0, 1, 0]}, "bool", id="test integers"),
     pytest.param(GOOD, LABELS, {"test": [True]}, "test has shape", id="test short"),
     pytest.param(GOOD, LABELS, {"test": [True, True, True]}, "every row is a test row", id="test all"),

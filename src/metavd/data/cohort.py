@@ -13,20 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..core import rng
-from ..core.types import Batch, Sampling
+from ..core.types import LABELS, Batch, Sampling
 from ..errors import SpecError
 from ..ops import images
 from ..ops.images import Look, crop_and_flip
+from ..tree import Params
 from .partition import Federation
-from .source import transform
+from .source import Columns, transform
 
 TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST = 1, 2, 3, 4, 5, 6
 """First tags of the keys of a run: what the random numbers are for."""
-
-
-class ParticipationError(SpecError):
-    """Why clients cannot take part as asked, in one sentence that says what would be right."""
 
 
 class Pool(NamedTuple):
@@ -80,6 +78,8 @@ def pool(
 ) -> Pool:
     """Put the rows on a device, once, in the type that they are stored in."""
     source = federation.source
+    if source.prepare is not None and not source.prepare.learnt and not isinstance(source.prepare, Columns):
+        raise SpecError(f"the rows of {source.name} are not prepared for a network; data.prepare.prepared does that")
     x = torch.from_numpy(np.ascontiguousarray(source.x)).to(device)
     y = torch.from_numpy(source.y).to(device)
     domain = None if source.domain is None else torch.from_numpy(source.domain).to(device)
@@ -106,7 +106,7 @@ def probabilities(text: str, num_clients: int, key: Tensor, what: str) -> Tensor
     except ValueError:
         values = []
     if not values or not all(0 <= value <= 1 for value in values) or (dots and values[0] > values[1]):
-        raise ParticipationError(
+        raise SpecError(
             f"{what} is {text!r}, but must be a probability from 0 to 1, a range such as 0.2..0.9, "
             "or one for each client with commas between"
         )
@@ -114,12 +114,12 @@ def probabilities(text: str, num_clients: int, key: Tensor, what: str) -> Tensor
         draw = rng.uniform(key.cpu(), [num_clients], torch.float64)
         return values[0] + (values[1] - values[0]) * draw
     if len(values) not in (1, num_clients):
-        raise ParticipationError(f"{what} lists {len(values)} probabilities, but {num_clients} clients participate")
+        raise SpecError(f"{what} lists {len(values)} probabilities, but {num_clients} clients participate")
     return torch.tensor(values, dtype=torch.float64).expand(num_clients)
 
 
-_CROWD = 10_000
-"""Clients above which a cohort is drawn, and not cut off an order of all."""
+_ORDERED = 10_000
+"""Most clients that are put in order to choose a cohort; of more than these a cohort is drawn."""
 _POSITIVE = (1 << 63) - 1
 
 
@@ -131,13 +131,22 @@ def choose(key: Tensor, round: int, num_clients: int, cohort: int, available: Te
     parent = rng.fold(key, COHORT, round).cpu()
     there = None if available is None else _happens(key, AVAILABLE, round, available)
     present = num_clients if there is None else int(there.sum())
-    if num_clients > _CROWD and 8 * cohort <= present:
+    if num_clients > _ORDERED and 8 * cohort <= present:
         return _drawn(parent, num_clients, cohort, there)
     # The first of `rng.permutation`, without putting all the others in order too.
     place = rng.bits(parent, [num_clients])
     ids = torch.arange(num_clients) if there is None else there.nonzero()[:, 0]
     first = place[ids].topk(min(cohort, present), largest=False, sorted=False).indices
     return ids[first].sort().values
+
+
+def tossed(key: Tensor, round: int, num_clients: int, rate: float, available: Tensor | None = None) -> Tensor:
+    """Return the ids of the clients that a round asks, ascending, each drawn for itself with this probability.
+
+    `available` as in `choose`; nobody may be drawn at all.
+    """
+    chosen = _happens(key, COHORT, round, torch.full((num_clients,), rate, dtype=torch.float64))
+    return (chosen if available is None else chosen & _happens(key, AVAILABLE, round, available)).nonzero()[:, 0]
 
 
 def _drawn(parent: Tensor, num_clients: int, cohort: int, there: Tensor | None) -> Tensor:
@@ -215,6 +224,15 @@ def sizes_of(pool: Pool, clients: Iterable[int]) -> np.ndarray:
     return np.array([len(pool.federation.train[client]) for client in clients], dtype=np.int64)
 
 
+def about(pool: Pool, clients: Iterable[int], sampling: Sampling) -> Params:
+    """Return what batches are to say of clients, (C, ...): see `Batch.about`."""
+    if not sampling.classes:
+        return {}
+    y, train = pool.federation.source.y, pool.federation.train
+    counts = [np.bincount(y[train[client]], minlength=sampling.classes) for client in clients]
+    return {LABELS: over(torch.from_numpy(np.stack(counts)), pool.x.device).to(pool.dtype)}
+
+
 def over(values: Tensor, device: torch.device) -> Tensor:
     """Bring host values to a device; a GPU takes them when it comes to that, and the host does not wait for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
@@ -262,12 +280,13 @@ def batches(pool: Pool, client: int, sampling: Sampling, key: Tensor, round: Ten
     device = pool.x.device
     table = torch.from_numpy(rows)
     size = torch.tensor(float(len(rows)), dtype=pool.dtype, device=device)
+    told = {name: value[0] for name, value in about(pool, [client], sampling).items()}
     result = []
     for step, positions in enumerate(plan(sampling, len(rows), rng.fold(key, 0))):
         chosen = table[positions].to(device)
         fresh = rng.fold(key, 3, step).to(device) if sampling.augment else None
         x, y = pool.inputs(chosen, fresh), pool.y[chosen]
-        result.append(Batch(x, y, None, rng.fold(key, 1, step).to(device), round, size))
+        result.append(Batch(x, y, None, rng.fold(key, 1, step).to(device), round, size, told))
     return result
 
 
@@ -294,12 +313,13 @@ def lots(pool: Pool, clients: Sequence[int], sampling: Sampling, keys: Tensor, r
         noise, fresh = (rng.fold(rng.fold(own, tag), number) for tag in (1, 3))
         x, y = pool.many(rows, fresh if sampling.augment else None)
         sizes = over(torch.from_numpy(counts[lot]), pool.x.device).to(pool.dtype)
+        told = about(pool, ids[lot], sampling)
         for c, several in enumerate(made.batches.tolist()):
             real = made.size[c].tolist()
             yield [
                 Batch(
                     x[t, c, : real[t]].contiguous(memory_format=pool.layout), y[t, c, : real[t]], None, noise[t, c],
-                    round, sizes[c],
+                    round, sizes[c], {name: value[c] for name, value in told.items()},
                 )
                 for t in range(several)
             ]  # fmt: skip
@@ -323,7 +343,7 @@ def _widen(batch: Batch | None, width: int, blank: Batch) -> Batch:
     real = 0 if batch is None else len(batch.y)
     batch = blank._replace(x=blank.x[:0], y=blank.y[:0]) if batch is None else batch
     missing = width - real
-    mask = torch.cat([batch.x.new_ones(real), batch.x.new_zeros(missing)])
+    mask = torch.cat([batch.size.new_ones(real), batch.size.new_zeros(missing)])  # rows may be integers
     x = torch.cat([batch.x, batch.x.new_zeros(missing, *batch.x.shape[1:])])
     return batch._replace(x=x, y=torch.cat([batch.y, batch.y.new_zeros(missing)]), mask=mask)
 
@@ -337,4 +357,5 @@ def _stack(row: Sequence[Batch]) -> Batch:
         key=torch.stack([batch.key for batch in row]),
         round=torch.stack([batch.round for batch in row]),
         size=torch.stack([batch.size for batch in row]),
+        about=tree.stack([batch.about for batch in row]),
     )

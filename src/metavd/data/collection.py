@@ -20,8 +20,10 @@ import numpy as np
 from . import formats
 from .domains import federate_domains, reshape
 from .formats.cache import Note, log
+from .formats.files import Report
 from .formats.registry import OWN
-from .partition import Federation, federate
+from .partition import Federation, PartitionError, federate, leaving_out, some
+from .prepare import prepared
 from .source import Source, SourceError
 
 CACHE = ".cache"
@@ -83,8 +85,11 @@ def _part(word: str) -> Part:
     return Part(name, path, formats.options(name, dict(pair.split("=", 1) for pair in pairs)))
 
 
-def load(text: str, root: Path | str = "data", note: Note = log) -> Collection:
-    """Return the datasets of a text: your own from their paths, the others from the files below `root`."""
+def load(text: str, root: Path | str = "data", note: Note = log, *, image_size: int = 0) -> Collection:
+    """Return the datasets of a text: your own from their paths, the others from the files below `root`.
+
+    Larger pictures of one dataset are brought to `image_size` here, so that the copy that is kept is small too.
+    """
     root = Path(root)
     sources, parts = [], parse(text)
     for name, path, options in parts:
@@ -95,8 +100,26 @@ def load(text: str, root: Path | str = "data", note: Note = log) -> Collection:
                 f"{name} is looked for below {place}, but there is no such folder; "
                 f"say where its files are with --root DIR or METAVD_DATA{fetch}."
             )
-        sources.append(formats.load(name, place, cache=root.expanduser() / CACHE, note=note, **options))
+        plan = formats.info(name).plan(place, **options)
+        if image_size and len(parts) == 1 and plan.keep:
+            plan = _shrunk(plan, image_size)
+        sources.append(formats.cached(plan, root.expanduser() / CACHE, note))
     return Collection(text, tuple(_told_apart(sources)), _together(sources, [part.name for part in parts]))
+
+
+def _shrunk(plan: formats.Plan, side: int) -> formats.Plan:
+    """Return the plan of a dataset whose pictures are brought down to so many pixels a side before they are kept."""
+
+    def read(report: Report) -> Source | None:
+        found = plan.read(report)
+        small = found is None or found.x.ndim != 4 or max(found.x.shape[2:]) <= max(side, _SMALL)
+        return found if small or found is None else reshape(found, side)
+
+    return replace(plan, read=read, options={**plan.options, "image_size": side})
+
+
+_SMALL = 64
+"""Pixels a side up to which pictures are kept as they are, and resized when they are dealt."""
 
 
 def collect(own: Source | Sequence[Source] | Collection) -> Collection:
@@ -119,9 +142,13 @@ def deal(
 ) -> Federation:
     """Decide who holds which row; see `partition.federate` and, for several datasets, `domains.federate_domains`."""
     if len(data.sources) > 1:
+        if isinstance(settings.get("unseen"), str):
+            raise PartitionError(
+                f"unseen is {settings['unseen']!r}, but clients of several datasets have no names; give a number."
+            )
         return federate_domains(data.sources, kind=kind, size=image_size, channels=channels, **settings)
     source = reshape(data.sources[0], image_size, channels)
-    return federate(source, **settings)
+    return prepared(federate(source, **settings))
 
 
 # Settings that suit
@@ -130,25 +157,78 @@ def deal(
 def suggest(source: Source) -> dict[str, Any]:
     """Return settings for a dataset that nobody has chosen any for.
 
-    Its own clients if it has some, a fifth of them unseen; else as many as leaves each about 50 rows, at most 25.
+    Its own clients if it has some, a fifth of them unseen, and of few of them at least one, who then all take part in
+    every round; else as many as leaves each about 50 rows, at most 25.
     """
     train = len(source.y) if source.test is None else int((~source.test).sum())
     if source.client is not None:
         owners = min(int((np.unique(source.client, return_counts=True)[1] > 1).sum()), 130)
     else:
         owners = min(max(train // 50, 2), 25)
+    own = {} if source.client is None else {"owners": owners}
     unseen = owners // 5
+    if own and owners >= 3:
+        unseen = max(unseen, 1)
     clients = max(owners - unseen, 1)
     return {
         "clients": clients,
         "unseen": unseen,
-        "cohort": max(min(clients, 2), clients // 8),
+        "cohort": _cohort(clients, few=bool(own)),
+        **own,
         "partition": "dirichlet:0.5" if source.client is None else "natural",
         "test_rows": "consistent",
         "rounds": 100,
         "batch": 32,
         "model": "auto",
     }
+
+
+FEW = 10
+"""Clients by nature up to which all take part in every round."""
+
+
+def _cohort(clients: int, *, few: bool) -> int:
+    return clients if few and clients <= FEW else max(min(clients, 2), clients // 8)
+
+
+def settled(data: Collection, *, clients: int, unseen: float | str, partition: str) -> dict[str, Any]:
+    """Return the settings that suit the data beside those that somebody chose; `clients` 0 and `unseen` -1 are open.
+
+    Where clients are the data's own, those who are left out are some of them, not some more.
+    """
+    suits = dict(data.defaults)
+    owners = suits.get("owners", 0)
+    if not owners or (partition or suits["partition"]) != "natural":
+        return suits
+    chosen = clients > 0
+    if isinstance(unseen, str):
+        away = len(leaving_out(unseen, data.sources[0] if len(data.sources) == 1 else None))
+    elif 0 < unseen < 1:
+        away = 0 if chosen else max(round(unseen * owners), 1)
+    else:
+        away = int(unseen) if unseen >= 0 else min(suits["unseen"], max(owners - clients, 0))
+    if not chosen:
+        clients = max(owners - away, 1)
+    return suits | {"clients": clients, "unseen": away, "cohort": _cohort(clients, few=True)}
+
+
+def told(data: Collection, federation: Federation) -> list[str]:
+    """Say what was learnt of the rows, and who takes part where clients are the data's own and few enough to name."""
+    known, new = federation.num_clients, federation.num_unseen
+    source = federation.source
+    learnt = [] if source.prepare is None else source.prepare.says()
+    if source.tokens and source.prepare is None:
+        learnt.append(f"rows hold integers: {source.tokens} token ids, kept as they are (kind=numbers: features)")
+    if "owners" not in data.defaults or not federation.names or len(federation.names) > SHOWN:
+        return learnt
+    away = federation.names[known : known + new]
+    never = f"{some(away, SHOWN)} {'is' if new == 1 else 'are'} left out of training and only tested" if new else ""
+    left = never or "nobody is left out (unseen=NAME leaves a client out)"
+    return [f"clients: {some(federation.names[:known], SHOWN)}; {left}", *learnt]
+
+
+SHOWN = 30
+"""Clients up to which tables, figures and sentences name them."""
 
 
 def _suits(source: Source, name: str | None) -> dict[str, Any]:

@@ -43,11 +43,13 @@ def _need_bytes(source: Source, what: str) -> None:
 
 def reshape(source: Source, size: int = 0, channels: int = 0) -> Source:
     """Return the source with square images of another side and with more channels; 0 leaves them as they are."""
-    height, width = (size, size) if size else source.x.shape[-2:]
-    channels = channels or source.x.shape[1]
-    if not size and channels == source.x.shape[1]:
+    if not size and not channels:
         return source
     _need_bytes(source, "brought to another image_size or number of channels")
+    height, width = (size, size) if size else source.x.shape[-2:]
+    channels = channels or source.x.shape[1]
+    if source.x.shape[1:] == (channels, height, width):
+        return source
     return replace(source, x=resize(source.x, channels, height, width))
 
 
@@ -83,6 +85,16 @@ def merge(sources: Sequence[Source], size: int = 0, channels: int = 0) -> Source
         augment=any(source.augment for source in sources),
         domain=np.concatenate([np.full(len(source.y), d, np.int64) for d, source in enumerate(sources)]),
         domains=domains,
+        classes=_classes(sources),
+    )
+
+
+def _classes(sources: Sequence[Source]) -> tuple[str, ...]:
+    """Return the classes' names one dataset after another, numbers where one has no names; none if none has any."""
+    if not any(source.classes for source in sources):
+        return ()
+    return tuple(
+        name for source in sources for name in source.classes or (str(label) for label in range(source.num_classes))
     )
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,6 +27,26 @@ if TYPE_CHECKING:
 
 class SourceError(UserError):
     """What is wrong with a dataset, in one sentence that says what would be right."""
+
+
+class Prepare(Protocol):
+    """How the rows of a source become what a network takes."""
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the rows are prepared already, by what is held here."""
+
+    def learn(self, source: Source, rows: np.ndarray) -> Source:
+        """Return the source prepared by what its rows of these numbers say; no other row is looked at."""
+
+    def rows(self, content: Any) -> np.ndarray:
+        """Return new rows as the network takes them."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return what was learnt in plain values, with its `kind`."""
+
+    def says(self) -> list[str]:
+        """Say what was chosen, for people."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,7 @@ class Source:
 
     name: str
     x: np.ndarray
-    """(n, c, h, w) uint8 or float32 images, or (n, d) features."""
+    """(n, c, h, w) uint8 or float32 images, (n, d) features, or (n, L) token ids; before `prepare`, what that takes."""
     y: np.ndarray
     """(n,) int64 labels 0..K-1."""
     num_classes: int
@@ -67,6 +87,14 @@ class Source:
     """(n,) int64, which of `domains` a row comes from; None where there is one dataset only."""
     domains: tuple[Domain, ...] = ()
     """The merged datasets; each has its own mean, std, scale and augment for its rows."""
+    classes: tuple[str, ...] = ()
+    """The names of the K classes; empty where they have numbers only."""
+    client_names: tuple[str, ...] = ()
+    """The name of each owner, by its number in `client`; empty where owners have numbers only."""
+    tokens: int = 0
+    """How many token ids there are, where rows hold ids, which are kept as integers; 0 where they hold numbers."""
+    prepare: Prepare | None = None
+    """How `x` becomes what a network takes, learnt on training rows; None where it is that already."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -77,6 +105,11 @@ class Source:
                 digest.update(f"{array.dtype}{array.shape}".encode())
                 digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         digest.update(repr((self.num_classes, self.mean, self.std, self.scale, self.augment)).encode())
+        # What has none of these keeps the fingerprint that it always had.
+        if self.classes or self.client_names or self.tokens:
+            digest.update(repr((self.classes, self.client_names, self.tokens)).encode())
+        if self.prepare is not None:
+            digest.update(repr(self.prepare).encode())
         return digest.hexdigest()[:12]
 
 
@@ -92,14 +125,19 @@ def arrays(
     std: Sequence[float] | None = None,
     scale: float | None = None,
     augment: bool = False,
+    classes: Sequence[str] = (),
+    client_names: Sequence[str] = (),
+    kind: str = "auto",
+    tokens: int | None = None,
 ) -> Source:
     """Return a source from arrays in memory, or say in one sentence why they are none.
 
     Args:
-        x: (n, h, w) or (n, c, h, w) images or (n, d) features, uint8 or any float; float64 becomes float32.
-        y: (n,) integer labels 0..K-1. Other labels are refused, not renumbered: a silent renumbering of two files
-            need not be the same one.
-        client: (n,) non-negative integers, who a row comes from.
+        x: (n, h, w) or (n, c, h, w) images, uint8 or any float; (n, d) features, any float; or (n, L) token ids, any
+            integers. float64 becomes float32.
+        y: (n,) integer labels 0..K-1, or the classes' names. Other numbers are refused, not renumbered: a silent
+            renumbering of two files need not be the same one. Names are numbered in their order, and kept.
+        client: (n,) non-negative integers, or names, who a row comes from.
         test: (n,) bool, the official test rows.
         name: how messages and reports call the dataset.
         num_classes: K, if some class may have no row; by default the largest label + 1, and every class must occur.
@@ -107,18 +145,44 @@ def arrays(
         std: likewise.
         scale: by default 1/255 for uint8 and 1 for floats.
         augment: whether crops and flips leave the label as it is.
+        classes: the K classes' names, where y has numbers.
+        client_names: the name of each owner, by its number in `client`.
+        kind: what (n, d) integers are: "tokens", which are kept as integers for a network with an embedding, or
+            "numbers", which are features; "auto" takes integers for tokens.
+        tokens: how many token ids there are; by default the largest + 1.
 
     >>> arrays(np.zeros((3, 8, 8), np.uint8), [0, 1, 1]).x.shape
     (3, 1, 8, 8)
     """
-    x = _images_or_features(x, name)
+    x = _array(x, "x", name)
+    if kind not in KINDS:
+        raise SourceError(f"{name}: kind is {kind!r}, but it must be {' or '.join(KINDS)}.")
+    ids = x.ndim == 2 and x.dtype.kind in "iu" and kind != "numbers"
+    if kind == "tokens" and not ids:
+        raise SourceError(f"{name}: x has type {x.dtype} and shape {x.shape}, but tokens are (rows, length) integers.")
+    if x.ndim == 2 and x.dtype.kind in "iu" and kind == "numbers":
+        x = x.astype(np.float32)
+    x = _token_ids(x, tokens, name) if ids else _images_or_features(x, name)
+    y, classes = _by_name(y, classes)
+    client, client_names = (None, ()) if client is None else _by_name(client, client_names)
+    if len(classes) == 1:
+        raise SourceError(f"{name}: every row has label {classes[0]!r}, but there must be at least 2 classes.")
+    if classes and num_classes is None:
+        num_classes = len(classes)
     y = _labels(y, len(x), num_classes, name)
     client = None if client is None else _clients(client, len(x), name)
+    _check_names(classes, num_classes or 0, "classes", name)
+    _check_names(client_names, 0 if client is None else int(client.max()) + 1, "client_names", name)
     test = None if test is None else _flags(test, len(x), name)
+    if ids:
+        mean, std, scale = [0.0], [1.0], 1.0
     if scale is None:
         scale = 1 / 255 if x.dtype == np.uint8 else 1.0
     if not (np.isfinite(scale) and scale > 0):
         raise SourceError(f"{name}: scale is {scale}, but it must be a positive number.")
+    prepare = None
+    if mean is None and std is None and x.ndim == 2:
+        prepare = Columns()
     if mean is None or std is None:
         measured = moments(x if test is None else x[~test])
         mean = [value * scale for value in measured[0]] if mean is None else mean
@@ -135,7 +199,62 @@ def arrays(
         std=_per_channel(std, x.shape[1], "std", name),
         scale=float(scale),
         augment=augment,
+        classes=tuple(classes),
+        client_names=tuple(client_names),
+        prepare=prepare,
+        tokens=(tokens or int(x.max()) + 1) if ids else 0,
     )
+
+
+KINDS = ("auto", "tokens", "numbers")
+
+
+def _token_ids(x: np.ndarray, tokens: int | None, name: str) -> np.ndarray:
+    """Return ids in a type that torch knows."""
+    if 0 in x.shape:
+        raise SourceError(f"{name}: x has shape {x.shape}, but no axis may be empty.")
+    high = (1 << 31) - 1 if tokens is None else tokens - 1
+    bad = ((x < 0) | (x > high)).any(1)
+    if bad.any():
+        raise SourceError(f"{name}: row {bad.argmax()} of x holds a token id that is none of 0 to {high}.")
+    return x if x.dtype == np.uint8 else x.astype(np.int32)
+
+
+def named(values: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names that occur, numbers by their size and then all others by their letters, and each one's place.
+
+    The order depends on nothing but the names.
+
+    >>> named(["10", "9", "sketch", "9"])
+    (('9', '10', 'sketch'), array([1, 0, 2, 0]))
+    """
+    known = sorted(set(values), key=lambda name: (not _is_number(name), int(name) if _is_number(name) else 0, name))
+    place = {name: number for number, name in enumerate(known)}
+    return tuple(known), np.array([place[name] for name in values], np.int64)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 19
+
+
+def _by_name(values: ArrayLike, names: Sequence[str]) -> tuple[ArrayLike, tuple[str, ...]]:
+    """Return numbers and the names that they stand for, where texts were given."""
+    array = np.asarray(values) if not isinstance(values, list) or all(isinstance(v, str) for v in values) else None
+    if array is None or array.ndim != 1 or not len(array) or array.dtype.kind not in "UO":
+        return values, tuple(names)
+    if not all(isinstance(value, str) for value in array.tolist()):
+        return values, tuple(names)
+    known, numbers = named(array.tolist())
+    return numbers, known
+
+
+def _check_names(names: Sequence[str], least: int, what: str, name: str) -> None:
+    if not names:
+        return
+    if len(set(names)) != len(names) or any(not isinstance(each, str) or not each.strip() for each in names):
+        raise SourceError(f"{name}: {what} must be different texts, none of them empty.")
+    if len(names) < least:
+        raise SourceError(f"{name}: {what} has {len(names)} names, but {least} are needed.")
 
 
 DIGITS_MEAN = 0.305260
@@ -164,13 +283,15 @@ def transform(
 ) -> Callable[..., Tensor]:
     """Return the function that takes stored rows (..., c, h, w) or (..., d) to what a network sees.
 
-        (x * scale - mean) / std
+        (x * scale - mean) / std,  or token ids as they are, in int64
 
     Leading axes are free, so a batch, a client's batches and a cohort's all pass through the same function. Rows of a
     merged source need their domains (...) too, each of which has its own numbers.
     """
     import torch  # noqa: PLC0415 (takes a second, and datasets are listed, read and checked without it)
 
+    if source.tokens:
+        return lambda rows, _=None: rows.to(torch.int64)
     dtype = dtype or torch.float32
     # Images carry their channel before two more axes, features on the last one.
     shape = (-1, 1, 1) if source.x.ndim == 4 else (-1,)
@@ -288,11 +409,11 @@ def _flags(value: ArrayLike, length: int, name: str) -> np.ndarray:
 
 
 def moments(x: np.ndarray) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of images, or over everything of features.
+    """Return mean and standard deviation per channel of images, per column of features.
 
     Channel by channel, and a channel of bytes through its histogram: a float64 copy of a dataset may not fit.
     """
-    channels = [x[:, channel] for channel in range(x.shape[1])] if x.ndim == 4 else [x]
+    channels = [x[:, channel] for channel in range(x.shape[1])]
     means, stds = [], []
     for values in channels:
         if values.dtype == np.uint8:
@@ -306,6 +427,38 @@ def moments(x: np.ndarray) -> tuple[list[float], list[float]]:
         means.append(mean)
         stds.append(variance**0.5)
     return means, stds
+
+
+@dataclass(frozen=True)
+class Columns:
+    """(n, d) numbers, each column centred and divided by its own standard deviation; a constant one only centred.
+
+    What is learnt are the source's mean and standard deviation, which travel with it as those of pictures do.
+    """
+
+    learnt = False
+
+    def learn(self, source: Source, rows: np.ndarray) -> Source:
+        """Measure training rows."""
+        mean, std = moments(source.x[rows])
+        return replace(
+            source,
+            mean=tuple(value * source.scale for value in mean),
+            std=tuple(value * source.scale or 1.0 for value in std),
+            prepare=None,
+        )
+
+    def rows(self, content: Any) -> np.ndarray:
+        """Refuse: plain numbers are normalised where they are used."""
+        raise SourceError(f"x is {type(content).__name__}, but it must be an array of numbers.")
+
+    def plain(self) -> dict[str, Any]:
+        """Return nothing that would have to be kept."""
+        return {"kind": "columns"}
+
+    def says(self) -> list[str]:
+        """Say nothing: the same is done for every array."""
+        return []
 
 
 def _per_channel(values: Sequence[float], channels: int, what: str, name: str) -> tuple[float, ...]:

@@ -286,7 +286,7 @@ ARRAYS: dict[str, dict[str, Any]] = {
     "labels with a gap": {"x": X, "y": Y * 3},
     "float labels": {"x": X, "y": Y * 1.0},
     "labels too short": {"x": X, "y": Y[:5]},
-    "text labels": {"x": X, "y": np.array(list("ababab"))},
+    "one text label": {"x": X, "y": np.array(list("aaaaaa"))},
     "negative client": {"x": X, "y": Y, "client": Y - 1},
     "all rows test rows": {"x": X, "y": Y, "test": np.ones(6, bool)},
     "strange split": {"x": X, "y": Y, "split": np.array(["train"] * 5 + ["val"])},

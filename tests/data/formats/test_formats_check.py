@@ -104,11 +104,12 @@ def test_table_of_datasets():
     """Every argument of a plan is an option with a help text, and nothing else is; settings are complete."""
     assert set(FORMATS) == {
         "digits", "cifar10", "cifar100", "femnist", "celeba", "mnist", "fashion-mnist", "emnist", "npz", "folder",
+        "shakespeare", "sent140", "table", "text",
     }  # fmt: skip
     for name, entry in FORMATS.items():
         assert entry.name == name
         assert "\n" not in entry.description
-        if name in ("npz", "folder"):
+        if name in ("npz", "folder", "table", "text", "shakespeare", "sent140"):  # by what they hold
             assert not entry.defaults
         else:
             assert set(entry.defaults) - {"drop_from"} == {

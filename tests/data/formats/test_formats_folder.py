@@ -83,7 +83,7 @@ def test_notes_and_hidden_files_are_passed_over(tmp_path):
         (lambda p: shutil.copytree(p / "cat", p / "deep/cat"), r"deep: it holds folders, but .*cat does not"),
         (lambda p: shutil.copytree(p / "cat", p / "cat/cat"), r"lies beside the folder cat"),
         (lambda p: shutil.copytree(p / "cat", p / "CAT"), r"'CAT' and 'cat' differ only in case"),
-        (lambda p: shutil.rmtree(p / "cat"), r"every row has label 0"),
+        (lambda p: shutil.rmtree(p / "cat"), r"every row has label 'dog'"),
         (lambda p: (p / "cat/2.png").write_bytes(b""), r"cat/2.png, byte 0: the file is empty"),
         (lambda p: (p / "cat/2.png").write_bytes(b"PNG?"), r"cat/2.png: this is no readable picture"),
         (lambda p: [(p / d).mkdir() for d in ("train", "val")], r"there is val beside train"),

@@ -38,14 +38,14 @@ Note = Callable[[str], None]
 
 log: Note = logging.getLogger("metavd.data").warning
 
-VERSION = 2
+VERSION = 3
 """Of what the readers make of a file, and of the folder; a change of either makes old copies worthless."""
 ABOUT = "source.json"
 _PART = ".part"
 """Ending of a folder that is being written."""
 _STALE = 24 * 3600.0
 _ARRAYS = ("x", "y", "test", "client")
-_NUMBERS = ("num_classes", "mean", "std", "scale", "augment")
+_NUMBERS = ("num_classes", "mean", "std", "scale", "augment", "classes", "client_names", "tokens")
 
 
 def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
@@ -53,7 +53,7 @@ def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
 
     With a folder the images are mapped, privately: changing them in memory does not change the file.
     """
-    if folder is None or not plan.files:  # what has no files cannot be read faster from one
+    if folder is None or not plan.files or not plan.keep:  # what has no files cannot be read faster from one
         return _read(plan)
     before = _digest(plan)
     if before is None:
@@ -146,7 +146,9 @@ def _dump(folder: Path, data: Source) -> None:
                 file.flush()
                 os.fsync(file.fileno())
                 files[name] = {"size": file.tell(), "sha256": summed.sum.hexdigest()}
-    about = {name: getattr(data, name) for name in _NUMBERS} | {"arrays": files}
+    # What is learnt on training rows is measured anew, not kept.
+    told = [name for name in _NUMBERS if data.prepare is None or name not in {"mean", "std"}]
+    about = {name: getattr(data, name) for name in told} | {"arrays": files}
     (folder / ABOUT).write_text(json.dumps({"sha256": _sealed(about), **about}))
 
 
@@ -175,7 +177,8 @@ def _load(path: Path, plan: Plan, note: Note, *, verify: bool = True) -> Source 
         if about.pop("sha256") != _sealed(about):
             raise ValueError(f"the checksum of {ABOUT} is wrong")
         found = {name: _array(path / f"{name}.npy", file, verify=verify) for name, file in about["arrays"].items()}
-        numbers = {name: about[name] for name in _NUMBERS}
+        numbers = {name: about[name] for name in _NUMBERS if name in about}
+        numbers["tokens"] = numbers["tokens"] or None
         return source(
             path, plan.name, found["x"], found["y"], client=found.get("client"), test=found.get("test"), **numbers
         )

@@ -15,6 +15,8 @@ from .idx import read_idx
 from .images import SUFFIXES, open_picture
 from .leaf import read_shard
 from .registry import FORMATS, OWN, Info
+from .table import SUFFIXES as TABLES
+from .text import read_texts
 
 MAX_PROBLEMS = 20
 """How many are written out; all are counted."""
@@ -166,6 +168,10 @@ def _read(name: str, plan: Plan, report: Report) -> None:
 
 def describe(name: str, place: Path, data: Source) -> Finding:
     """Return a loaded dataset's numbers."""
+    if data.x.dtype.kind == "S":
+        people = None if data.client is None else len(np.unique(data.client))
+        tested = None if data.test is None else int(data.test.sum())
+        return _finding(name, place, data.x, data.y, clients=people, test_rows=tested, like="text")
     axes = (0, *range(2, data.x.ndim))
     # Row by row blocks: a float64 copy of the whole may not fit.
     blocks = np.array_split(np.arange(len(data.x)), max(1, data.x.nbytes // (64 << 20)))
@@ -225,6 +231,11 @@ def _check_file(path: Path, report: Report) -> None:
         labels = np.concatenate([np.empty(0, np.int64), *(user.y for user in users)])
         kinds = "/".join(sorted({user.kind for user in users}))
         report.findings.append(_finding("a LEAF shard", path, labels, labels, clients=len(users), like=kinds))
+    elif path.suffix.lower() in (*TABLES, ".parquet", ".jsonl", ".ndjson"):
+        cells = read_texts(path)
+        shape = (len(next(iter(cells.values()))), len(cells))
+        report.findings.append(_finding("a table", path, np.zeros(shape), None, like="cells"))
+        report.notes.append(f"{path}: the columns are {', '.join(list(cells)[:20])}.")
     elif path.suffix.lower() in SUFFIXES:
         report.findings.append(_finding("a picture", path, np.asarray(open_picture(path))[None], None))
     elif "idx" in path.name or head == b"\0\0":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..source import Source, SourceError, arrays
-from .files import numbered, plain
+from .files import plain
 from .images import Size, Stack, check_size, open_picture, pixels
 
 _IMAGES = ("image", "img", "images", "pixel_values", "x", "features")
@@ -67,7 +67,7 @@ def from_huggingface(
 
     names = getattr((getattr(dataset, "features", None) or {}).get(label), "names", None)
     if names and "num_classes" not in options:
-        options["num_classes"] = len(names)
+        options |= {"num_classes": len(names), "classes": [str(each) for each in names]}
     x = _pictures(values(image), sum(map(len, halves)), size, channels, name)
     who = None if client is None else list(values(client))
     return _source(x, list(values(label)), who, halves, name=name, **options)
@@ -125,7 +125,7 @@ def _source(
         raise SourceError(f"{name}: row {row} has label {plain(str(y[row]))}, but labels must be whole numbers from 0.")
     who = None if client is None else np.asarray(client)
     if who is not None and who.dtype.kind not in "iu":
-        who = numbered([str(value) for value in client or ()])
+        who = np.array([str(value) for value in client or ()])
     test = np.repeat([False, True], [len(half) for half in halves]) if len(halves) == 2 else None
     return arrays(x, labels, who, test, name, **options)
 

@@ -96,6 +96,8 @@ class Plan:
     read: Callable[[Report], Source | None]
     """Read everything; a fault is raised, or reported before None is returned."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    keep: bool = True
+    """Whether a fast copy may be kept; not of rows that are prepared anew for every federation."""
 
 
 def source(place: Path | str, name: str, x: Any, y: Any, **options: Any) -> Source:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..source import Source, SourceError
-from .files import FileError, Plan, Report, choice, listing, need_folder, numbered, source
+from .files import FileError, Plan, Report, choice, listing, need_folder, source
 from .images import SIZE, SUFFIXES, Size, check_size, pictures
 from .registry import dataset
 
@@ -65,10 +65,13 @@ def plan_folder(
 
     def read(report: Report) -> Source | None:
         x = pictures(files, pair, channels, report)
-        client = None if rows[0].client is None else numbered([row.client or "" for row in rows])
+        client = None if rows[0].client is None else [row.client or "" for row in rows]
         test = np.array([row.test for row in rows]) if split else None
-        y = numbered([row.label for row in rows])
-        return None if x is None else source(root, called, x, y, client=client, test=test, augment=augment)
+        # The order of the letters, as ever, so that a folder's classes keep their numbers.
+        classes, y = np.unique([row.label for row in rows], return_inverse=True)
+        return None if x is None else source(
+            root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist()
+        )  # fmt: skip
 
     return Plan(called, root, files, read, {"size": pair, "channels": channels, "augment": augment})
 

@@ -26,8 +26,12 @@ from .registry import WRITERS, dataset
 
 MAX_SHARD = 4 * GIB
 FEMNIST_CLASSES = 62
+_TWEET = 4
+"""Where the text stands in a row of Sent140, after mood, date, query and user."""
 _SIDE = 28
-_SAYS = {"unit": "pixels 0 to 1", "either": "pixels 0 and 1", "byte": "pixels 0 to 255", "file": "names of files"}
+_SAYS = {"unit": "pixels 0 to 1", "either": "pixels 0 and 1", "byte": "pixels 0 to 255", "file": "names of files",
+         "speech": "speeches", "tweet": "tweets"}  # fmt: skip
+SPEECH, TWEET = "speech", "tweet"
 
 
 class User(NamedTuple):
@@ -38,7 +42,10 @@ class User(NamedTuple):
     """(n, d) bytes, or names of picture files."""
     y: np.ndarray
     kind: str
-    """What the pixels were: "unit" 0 to 1, "byte" 0 to 255, "either" if all are 0 or 1, "file" for names."""
+    """What the pixels were: "unit" 0 to 1, "byte" 0 to 255, "either" if all are 0 or 1, "file" for names.
+
+    "speech" for texts whose labels are their next characters, "tweet" for Sent140's.
+    """
 
 
 class Shards(NamedTuple):
@@ -58,6 +65,10 @@ class Users(NamedTuple):
     def labels(self) -> np.ndarray:
         """(n,) of all rows."""
         return np.concatenate([user.y for _, user in self.rows])
+
+    def names(self) -> list[str]:
+        """(n) the name of each row's user."""
+        return [user.name for _, user in self.rows for _ in user.y]
 
     def clients(self) -> np.ndarray:
         """(n,) the place of each row's user among the sorted names."""
@@ -142,7 +153,7 @@ def read_shards(shards: Shards, report: Report) -> Users | None:
 
 
 def _check_kinds(rows: Sequence[tuple[Path, User]]) -> None:
-    named = any(user.kind == "file" for _, user in rows)
+    named = any(user.kind in ("file", SPEECH, TWEET) for _, user in rows)
     telling = [(path, user) for path, user in rows if named or user.kind != "either"]
     for path, user in telling:
         first = telling[0][1]
@@ -156,10 +167,11 @@ def collect(folder: Path, name: str, users: Users, shape: tuple[int, ...], look:
     channels, height, width = shape
     parts = []
     for path, user in users.rows:
-        has = "names of files" if user.kind == "file" else f"{np.shape(user.x)[1]} numbers"
+        words = user.kind in ("file", SPEECH, TWEET)
+        has = _SAYS[user.kind] if words else f"{np.shape(user.x)[1]} numbers"
         wanted = channels * height * width
         what = f"a row of user {user.name!r} holds {has}, but it must hold {wanted} pixels."
-        refuse(user.kind == "file" or np.shape(user.x)[1] != wanted, path, what)
+        refuse(words or np.shape(user.x)[1] != wanted, path, what)
         pixels = np.asarray(user.x)
         if user.kind == "either" and unit:
             pixels = pixels * np.uint8(255)
@@ -250,7 +262,17 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
     content = dict(pairs)
     if len(content) != len(pairs):
         return _Fault(f"the key {(_twice(key for key, _ in pairs) or '')[:80]!r} stands there twice.")
-    return _rows(content["x"], content["y"]) if "x" in content and "y" in content else content
+    if "x" not in content or "y" not in content:
+        return content
+    return _speech(content["x"], content["y"]) or _rows(content["x"], content["y"])
+
+
+def _speech(x: Any, y: Any) -> User | None:
+    """Return a role's rows, texts and the characters that follow them; None where they are something else."""
+    if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y) or not y:
+        return None
+    spoken = all(isinstance(label, str) and len(label) == 1 for label in y) and all(isinstance(t, str) for t in x)
+    return User("", x, np.array(y, "U1"), SPEECH) if spoken else None
 
 
 def _rows(x: Any, y: Any) -> User | _Fault:
@@ -266,6 +288,8 @@ def _rows(x: Any, y: Any) -> User | _Fault:
     labels = np.array(y, np.int64)
     if all(isinstance(row, str) for row in x):
         return User("", x, labels, "file" if x else "either")
+    if all(isinstance(row, list) and len(row) >= _TWEET + 1 and isinstance(row[_TWEET], str) for row in x):
+        return User("", [row[_TWEET] for row in x], labels, TWEET)
     return _pixels(x, labels)
 
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ..source import Source, SourceError
+from ..source import KINDS, Source, SourceError
 from .files import GIB, FileError, Plan, Report, choice, need_folder, open_zip, plain, source, zip_member
 from .registry import dataset
 
@@ -52,19 +52,27 @@ class Content(NamedTuple):
         "channels": " or ".join(CHANNELS),
         "name": "what the dataset is called; the file's name if not given",
         "augment": "whether crops and flips leave the label as it is",
+        "kind": "what rows of integers are: tokens, numbers, or auto: numbers if the array is called features",
     },
 )
-def plan_npz(root: Path | str, *, channels: str = "auto", name: str | None = None, augment: bool = False) -> Plan:
+def plan_npz(
+    root: Path | str, *, channels: str = "auto", name: str | None = None, augment: bool = False, kind: str = "auto"
+) -> Plan:
     """Find an .npz file, which root is or holds as its only one."""
     choice("channels", channels, CHANNELS)
+    choice("kind", kind, KINDS)
     path = find_npz(need_folder(root))
     called = name or path.stem
 
     def read_all(_: Report) -> Source:
         found = read(path, channels)
-        return source(path, called, found.x, found.y, client=found.client, test=found.test, augment=augment)
+        as_numbers = kind == "auto" and "features" in keys(path)
+        return source(
+            path, called, found.x, found.y, client=found.client, test=found.test, augment=augment,
+            kind="numbers" if as_numbers else kind,
+        )  # fmt: skip
 
-    return Plan(called, path, (path,), read_all, {"channels": channels, "augment": augment})
+    return Plan(called, path, (path,), read_all, {"channels": channels, "augment": augment, "kind": kind})
 
 
 def find_npz(root: Path) -> Path:

@@ -51,10 +51,10 @@ class Info:
     """Whether there are files to look for."""
 
 
-OWN = ("npz", "folder")
+OWN = ("npz", "folder", "table", "text")
 """Formats of a user's own files: they need a path, and nothing is known of their content beforehand."""
 
-_FAMILIES = ("digits", "cifar", "leaf", "celeba", "idx", "npz", "folder")
+_FAMILIES = ("digits", "cifar", "leaf_text", "leaf", "celeba", "idx", "npz", "folder", "table", "text")
 FORMATS: Registry[Info] = Registry("metavd.datasets", [f"{__package__}.{family}" for family in _FAMILIES])
 
 PHOTOS = {"clients": 100, "unseen": 30, "cohort": 10, "partition": "dirichlet:0.5", "test_rows": "independent",

@@ -1,0 +1,109 @@
+"""LEAF's texts: Shakespeare, whose next characters are predicted, and Sent140's tweets with their moods.
+
+    shakespeare    {"x": ["eighty characters before ...", ...], "y": ["t", ...]}
+    sent140        {"x": [["4", "date", "NO_QUERY", "user", "the tweet", ...], ...], "y": [1, ...]}
+
+Users are clients and keep their names. Where LEAF was not asked to split, the last fifth of a role's characters is for
+testing: rows overlap, so that rows drawn at random would be found again inside training rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ..source import Source, SourceError
+from ..text import VOCABULARIES, labelled, windows
+from .files import Plan, Report, choice, need_folder, open_stream, refuse
+from .leaf import MAX_SHARD, SPEECH, TWEET, Shards, Users, find_shards, read_shards
+from .registry import dataset
+
+_MOODS = {0: "negative", 1: "positive", 4: "positive"}
+_TEST = 0.2
+_HEAD = 1 << 20
+"""Bytes of a shard in which a user's first row begins, after the list of users."""
+
+
+@dataset(
+    "shakespeare",
+    "speeches by role, the next of 80 characters; LEAF's JSON shards",
+    options={"split": "read LEAF's own train/ and test/ even beside all_data/"},
+)
+def plan_shakespeare(root: Path | str, *, split: bool = False) -> Plan:
+    """Find Shakespeare's shards."""
+    return _plan("shakespeare", root, split, SPEECH, _speeches)
+
+
+@dataset(
+    "sent140",
+    "tweets by user, negative or positive; LEAF's JSON shards",
+    options={
+        "split": "read LEAF's own train/ and test/ even beside all_data/",
+        "vocabulary": " or ".join(VOCABULARIES),
+        "length": "tokens of a row; 0: as many as the longest tweet, at most 64 words",
+    },
+)
+def plan_sent140(root: Path | str, *, split: bool = False, vocabulary: str = "word", length: int = 0) -> Plan:
+    """Find Sent140's shards."""
+    choice("vocabulary", vocabulary, VOCABULARIES)
+
+    def made(users: Users) -> Source:
+        y = users.labels()
+        for path, user in users.rows:
+            odd = [label for label in user.y.tolist() if label not in _MOODS]
+            refuse(odd, path, f"user {user.name!r} has label {(odd or [0])[0]}, but moods are 0, and 1 or 4.")
+        texts = [text for _, user in users.rows for text in user.x]
+        moods = [_MOODS[label] for label in y.tolist()]
+        return labelled(
+            texts, moods, users.names(), vocabulary=vocabulary, length=length, test=users.test, name="sent140"
+        )
+
+    return _plan("sent140", root, split, TWEET, made)
+
+
+def _plan(name: str, root: Path | str, split: bool, kind: str, made: Callable[[Users], Source]) -> Plan:
+    shards = find_shards(need_folder(root), name, split)
+    if shards is None:
+        raise SourceError(
+            f"{root}: there are no LEAF shards ({name}/all_data/*.json) in this folder; make them with LEAF's "
+            f"data/{name}/preprocess.sh."
+        )
+    if _looks(shards) != kind:
+        raise SourceError(f"{shards.folder}: these LEAF shards hold other rows than those of {name}.")
+
+    def read(report: Report) -> Source | None:
+        users = read_shards(shards, report)
+        if users is None:
+            return None
+        for path, user in users.rows:
+            refuse(user.kind != kind, path, f"user {user.name!r} has other rows than those of {name}.")
+        return made(users)
+
+    return Plan(name, shards.folder, shards.files, read, keep=False)
+
+
+_FIRST = re.compile(rb'"x"\s*:\s*\[\s*(\[\s*"|"[^"]*")')
+
+
+def _looks(shards: Shards) -> str | None:
+    """Return what the first row of the first shard is, by its beginning; None if it is no text."""
+    with open_stream(shards.files[0], MAX_SHARD) as stream:
+        found = _FIRST.search(stream.read(_HEAD))
+    if found is None:
+        return None
+    picture = re.search(rb"\.\w{3,4}\"$", found[1]) is not None
+    return TWEET if found[1].startswith(b"[") else None if picture else SPEECH
+
+
+def _speeches(users: Users) -> Source:
+    before = [text for _, user in users.rows for text in user.x]
+    after = [letter for _, user in users.rows for letter in user.y.tolist()]
+    test = users.test
+    if test is None:
+        counts = [len(user.y) for _, user in users.rows]
+        test = np.concatenate([np.arange(count) >= count - round(_TEST * count) for count in counts])
+    longest = max(map(len, before))
+    return windows(before, after, users.names(), length=longest, test=test, name="shakespeare")
