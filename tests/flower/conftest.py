@@ -16,8 +16,9 @@ _BEGAN = time.monotonic()
 
 
 @pytest.fixture
-def federate(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def federate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Give the function that runs a federation of digits in this process."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
     from metavd.flower.config import plan
     from metavd.flower.server import run
 

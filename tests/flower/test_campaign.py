@@ -19,6 +19,9 @@ from collections.abc import Callable
 import pytest
 
 from .support import FAULTS
+from .support.files import CASES, restart
+from .support.lies import LOOKS
+from .support.looks import lie
 from .support.page import plain
 from .support.processes import PROCESSES, Strike, perform
 from .support.rehearsal import Outcome, Trial, can_mount, good, rehearse, trials
@@ -62,6 +65,18 @@ def test_a_fault_in_one_process(trial: Trial, judge: Callable[[Outcome], None]) 
     if "tmpfs" in dict(trial.fault.config) and not can_mount():
         pytest.skip("a small file system cannot be mounted here; full disks are played by failing writes alone")
     judge(rehearse(trial))
+
+
+@pytest.mark.parametrize(("name", "how"), CASES, ids=[" ".join(each) for each in CASES])
+def test_a_damaged_file(name: str, how: str, judge: Callable[[Outcome], None]) -> None:
+    """A stopped run goes on to the right model, or refuses by the file's name and does so once the file is back."""
+    judge(restart(name, how))
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_lie_about_rows(name: str, judge: Callable[[Outcome], None]) -> None:
+    """The liar is left out by name and reason, and the model is that of the others."""
+    judge(lie(name))
 
 
 def test_a_fault_with_processes(

@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import logging
+from importlib import import_module
 
 import httpx
 import pytest
+from flwr.app import Message, RecordDict
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.cli.typing import SuperLinkConnection
 from flwr.cli.utils import init_http_client_from_connection
 from flwr.proto.control_pb2 import RegisterNodeRequest
 from flwr.supercore import heartbeat
 from flwr.supercore.constant import TaskType
+from flwr.supercore.error import ApiErrorCode
 from flwr.supercore.exit import exit as leaving
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import types
 from flwr.superlink import main as superlink
 from flwr.superlink.grid import HttpGrid
+from flwr.superlink.routers.fleet import node_auth
 from flwr.superlink.runtime import run_serverapp
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.fleet_http_client import FleetHttpClient
@@ -111,6 +115,9 @@ def test_run_task() -> None:
     text = code(run_clientapp.run_clientapp)
     assert "install_from_fab(" in text
     assert "get_load_client_app_fn(" in text
+    text = code(import_module("flwr.superlink.runtime.run_serverapp").run_serverapp)
+    assert "install_from_fab(fab.content, skip_prompt=True)" in text
+    assert "run_(\n            grid=grid,\n            server_app_dir=app_path,\n            server_app_attr=" in text
 
 
 def test_run_superlink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +126,34 @@ def test_run_superlink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(superlink, "_get_middleware", superlink._get_middleware)
     monkeypatch.setattr("flwr.superlink.cli.flower_superlink", lambda: made.append(superlink.create_app()))
     monkeypatch.setattr("sys.argv", [])
-    compat.run_superlink(["--insecure"], Door)
+    serving = import_module("flwr.superlink.cli.flower_superlink")
+    assert "uvicorn.run(\n" in code(serving)
+    monkeypatch.setattr(serving, "uvicorn", serving.uvicorn)
+    compat.run_superlink(["--insecure"], Door, None)
     assert made[0].user_middleware[0].cls is Door
     assert len(made[0].user_middleware) > 1
+
+
+def test_watched_protocol() -> None:
+    """test_door.py lets it serve; here that uvicorn still has what it leans on."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+    text = code(H11Protocol) + code(RequestResponseCycle)
+    for seen in ("self.client = ", "self.server = ", '"state": self.app_state.copy()', "self.response_complete = "):
+        assert seen in text
+
+
+def test_stranger() -> None:
+    """Flower still asks what the door asks before it; test_door.py asks a real SuperLink."""
+    text = code(node_auth.authenticate_node)
+    for seen in ("FLEET_HTTP_PUBLIC_KEY_HEADER", "FLEET_HTTP_SIGNATURE_HEADER", "TIMESTAMP_HEADER",
+                 "get_node_id_by_public_key", "verify_signature", "-SYSTEM_TIME_TOLERANCE"):  # fmt: skip
+        assert seen in text
+    assert ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED == compat.NOT_ACTIVATED
+
+
+def test_app_hash() -> None:
+    assert "fab_hash = hashlib.sha256(fab_bytes).hexdigest()" in code(import_module("flwr.cli.build"))
 
 
 def test_run_supernode() -> None:
@@ -145,3 +177,13 @@ def test_register_nodes() -> None:
     assert callable(init_http_client_from_connection)
     assert SuperLinkConnection("here", "a:1", None, insecure=True).address == "a:1"
     assert RegisterNodeRequest(public_key=b"k", name="n").name == "n"
+
+
+def test_be_server_and_numbered() -> None:
+    """A message made here goes to its node under an id, and the answer names the node."""
+    compat.be_server()
+    order = Message(RecordDict(), dst_node_id=7, message_type="query")
+    assert compat.numbered(order) == order.object_id == order.metadata.message_id
+    reply = Message(RecordDict(), reply_to=order)
+    compat.numbered(reply, 7)
+    assert (reply.metadata.src_node_id, reply.metadata.reply_to_message_id) == (7, order.metadata.message_id)

@@ -47,6 +47,7 @@ def test_defaults_are_a_sound_plan():
         ({"set": "betta=2"}, "there is no setting 'betta' for reptile\\+metavd; did you mean"),
         ({"set": "rounds=3"}, "set has rounds=3, but it has a run config key of its own"),
         ({"set": "lost=0.5"}, "set has lost=0.5, but it makes simulated clients fail"),
+        ({"set": "unseen=sketch,photo"}, "set has unseen=sketch,photo, but clients are nodes here; start theirs with"),
         ({"set": "'x"}, 'set is "\'x", which cannot be read'),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from metavd.evaluate.calibration import BINS, expected_error, top1
 from metavd.flower import figures
 
-MOST = 1000.0
+MOST = figures.Most(1000, 1000)
 
 
 def report(seed: int, rows: int = 40) -> dict[str, Any]:
@@ -50,5 +51,32 @@ def test_one_broken_diagram_takes_nobody_elses_away(broken: object) -> None:
 @pytest.mark.parametrize("size", ["train_size", "test_size"])
 def test_rows_beyond_belief_are_refused(size: str) -> None:
     """Law: nobody decides a mean by claiming more rows than the operator thinks possible."""
-    with pytest.raises(ValueError, match=r"claims a t\w+_size of 1001, but at most 1000"):
+    with pytest.raises(ValueError, match=r"claims a t\w+_size of 1001, but at most 1000 rows"):
         figures.checked(report(1) | {size: 1001}, MOST)
+
+
+@pytest.mark.parametrize("value", [-3, 2.5, float("inf"), float("nan"), True, "40", [40]])
+@pytest.mark.parametrize("size", ["train_size", "test_size"])
+def test_sizes_that_are_no_counts_are_refused(size: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"claims a {size} of .*whole number"):
+        figures.checked(report(1) | {size: value}, MOST)
+
+
+@pytest.mark.parametrize("name", ["bin_count", "bin_confidence", "bin_accuracy"])
+def test_bins_of_any_size_end_nothing(name: str) -> None:
+    """`[1e308] * 15` overflows in a sum: such a diagram is left out, and all that is written is finite."""
+    bad = figures.checked(report(3) | {name: [1e308] * BINS}, MOST)
+    assert name not in bad
+    good = figures.checked(report(1), MOST)
+    json.dumps([figures.pooled([good, bad]), figures.details({"test": [good, bad]})], allow_nan=False)
+
+
+def test_one_client_cannot_lift_the_whole() -> None:
+    """Law: whatever one of five claims of itself, the median stays among the others, and it weighs ten at most."""
+    honest = [figures.checked(report(seed) | {"accuracy": 0.5 + seed / 100}, MOST) for seed in range(4)]
+    most = figures.Most(1e9, 1e9)
+    boast = {"accuracy": 1.0, "test_size": 10**8, "train_size": 10**8}
+    found = figures.pooled([*honest, figures.checked(report(9) | boast, most)])
+    assert 0.5 <= found["medians"]["accuracy"] <= 0.53
+    assert found["accuracy"] < 0.9
+    assert figures.loud(dict(enumerate([*honest, figures.checked(report(9) | boast, most)]))) == {4: (400, 10**8)}

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 import metavd
+from cheap import cheap
 from metavd import methods
 from metavd.flower.config import FederationError, plan
+from metavd.flower.rehearse import rehearse
 
 from .support.grid import SMALL, FakeGrid, shares
 
 
 def simulated(method: str, text: str, rounds: int = 2, **settings: object) -> dict[str, object]:
+    """A run of the simulator, with the bound on shares that a federation has by default."""
     pairs = dict(word.split("=") for word in text.split())
-    common = {"clients": 3, "cohort": 3, "rounds": rounds, "backend": "loop"}
+    common = {"clients": 3, "cohort": 3, "rounds": rounds, "backend": "loop", "max_share": 2.0}
     return metavd.run(method=method, **(common | pairs | settings))
 
 
@@ -24,6 +27,7 @@ def simulated(method: str, text: str, rounds: int = 2, **settings: object) -> di
     ("method", "text"),
     [
         ("fedavg", "unseen=0"),
+        ("reptile+prior", "unseen=0 test_rows=consistent"),
         ("reptile+metavd", "unseen=0"),
         ("maml+metavd+drop", "unseen=0 drop_from=1 threshold=0.1"),
     ],
@@ -46,10 +50,21 @@ OTHERS = [name for name in methods.NAMES if not name.startswith("fedbe")]
 @pytest.mark.parametrize("method", OTHERS)
 def test_every_method_runs_as_in_the_simulator(federate, method):
     """All methods of `metavd methods` but fedbe, which needs rows of the server's own."""
-    text = f"{SMALL} drop_from=0 threshold=0.3" if method.endswith("+drop") else SMALL
-    text = text.replace("local_epochs=1", "chains=2 sweeps=1 limit=40") if method == "pfedgp" else text
+    own = {"threshold": 0.3} if method.endswith("+drop") else {"limit": 40}
+    options = cheap(method, drop_from=0, **own)
+    text = " ".join([SMALL.replace(" local_epochs=1", ""), *(f"{key}={value}" for key, value in options.items())])
     result = federate(FakeGrid(shares(3)), method=method, set=text)
     assert result["model_sha256"] == simulated(method, text)["model_sha256"]
+
+
+@pytest.mark.parametrize("rule", ["median", "krum:0", "clip+geometric-median"])
+def test_a_rule_of_aggregation_is_the_simulators(federate, rule):
+    """Bit for bit, also where votes go by precision and spreads are clients' own."""
+    text = f"{SMALL} aggregate={rule}"
+    result = federate(FakeGrid(shares(3)), method="reptile+metavd", set=text)
+    assert result["model_sha256"] == simulated("reptile+metavd", text)["model_sha256"]
+    with pytest.raises(FederationError, match=r"attack=sign-flip:0\.5, but it makes simulated clients lie"):
+        plan({"set": "attack=sign-flip:0.5"})
 
 
 def test_fedbe_says_what_it_needs_and_runs_with_it(federate, tmp_path: Path):
@@ -83,3 +98,11 @@ def test_half_precision_halves_the_bytes(federate, tmp_path: Path):
         saved, dense = whole["bytes"][way] - half["bytes"][way], whole["bytes"][f"dense_{way}"]
         assert 0.3 < saved / dense <= 0.5
     assert abs(half["test"]["nll"] - whole["test"]["nll"]) < 0.1
+
+
+def test_a_rehearsal_is_the_simulators_run(tmp_path: Path):
+    """Sites by name, the run config as keywords: the bits of the simulator."""
+    sites = {name: {"partition-id": index} for index, name in enumerate(("north", "east", "south"))}
+    config = {"data": "digits", "method": "reptile+metavd", "set": SMALL, "rounds": 2, "eval_every": 1}
+    result = rehearse(sites, out=str(tmp_path), **config)
+    assert result["model_sha256"] == simulated("reptile+metavd", SMALL)["model_sha256"]

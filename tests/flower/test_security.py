@@ -1,8 +1,7 @@
-"""Certificates, keys, the closed door, and the commands that make and use them."""
+"""Certificates, keys, and the commands that make and use them."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import signal
@@ -21,7 +20,6 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from metavd.cli import main
 from metavd.flower import security
 from metavd.flower.config import FederationError
-from metavd.flower.link import Door
 from metavd.flower.registry import Member, Registry, load, rekeyed, save
 from metavd.flower.warm import insisting
 
@@ -69,6 +67,22 @@ def test_a_second_call_renews_the_servers_certificate_and_keeps_the_authority(tm
     assert handshake(tmp_path, tmp_path / security.CA, "b") == "met"
 
 
+def test_an_authority_of_its_own_folder_never_gives_its_key_away(tmp_path, capsys):
+    """The server's folder has what the server needs; a second call renews by the same authority."""
+    there, server = tmp_path / "vault" / "ca", tmp_path / "server"
+    for host in ("a", "b"):
+        main(["federate", "certificates", str(server), "--ca-dir", str(there), "--host", host])
+        assert handshake(server, there / security.CA, host) == "met"
+    assert sorted(path.name for path in server.iterdir()) == [security.CA, security.SERVER, security.SERVER_KEY]
+    assert (server / security.CA).read_bytes() == (there / security.CA).read_bytes()
+    assert "keep it off the server" not in capsys.readouterr().out
+    assert [folder.stat().st_mode & 0o777 for folder in (there, server)] == [0o700, 0o700]
+    with pytest.raises(FederationError, match="where is the authority"):
+        security.certificates(server, ["c"])
+    main(["federate", "certificates", str(tmp_path / "one"), "--host", "a"])
+    assert "keep it off the server (--ca-dir)" in capsys.readouterr().out
+
+
 def test_private_files_are_private(tmp_path):
     security.certificates(tmp_path, ["a"])
     security.node_key(tmp_path / "node")
@@ -88,45 +102,6 @@ def test_a_nodes_key_is_one_that_flower_takes(tmp_path):
     assert security.fingerprint(public) == hashlib.sha256(try_load_public_key(public)).hexdigest()
     with pytest.raises(FederationError, match="is there already"):
         security.node_key(tmp_path / "node")
-
-
-# --- the door --------------------------------------------------------------------------------------------------------
-
-
-def knock(host: str, path: str) -> int:
-    """Return the status that the door, or the house behind it (200), answers."""
-    statuses = []
-
-    async def house(_scope, _receive, send) -> None:
-        await send({"type": "http.response.start", "status": 200})
-
-    async def send(message) -> None:
-        if "status" in message:
-            statuses.append(message["status"])
-
-    asyncio.run(Door(house)({"type": "http", "client": (host, 1), "path": path}, None, send))
-    return statuses[0]
-
-
-def test_from_outside_only_the_fleet_is_answered():
-    """Whoever may reach the port can be a node, but neither start a run nor register a key nor read a run's state."""
-    assert knock("10.0.0.7", "/v1/fleet/pull-messages") == 200
-    assert knock("10.0.0.7", "/health") == 200
-    for path in ("/v1/control/register-node", "/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/"):
-        assert knock("10.0.0.7", path) == 403
-        assert knock("127.0.0.1", path) == 200
-    assert knock("10.0.0.7", "/v1/fleet/../control/start-run") == 200  # the house knows no such path
-    assert knock("", "/v1/control/start-run") == 403
-
-
-def test_flower_still_has_the_paths_that_the_door_knows():
-    """A new version of Flower with other paths must not open or close the door unnoticed."""
-    from flwr.superlink.main import create_app
-
-    paths = set(create_app().openapi()["paths"])
-    outside = {path for path in paths if path.startswith(("/v1/fleet/", "/health"))}
-    assert {"/v1/fleet/pull-messages", "/v1/fleet/push-object", "/health"} <= outside
-    assert not any("control" in path or "runtime" in path for path in outside)
 
 
 def test_a_node_that_is_not_let_in_insists_for_a_while(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import metavd
 from metavd.data.source import digits, moments
 from metavd.evaluate.figures import of_clients
 from metavd.flower.config import FederationError
-from metavd.flower.site import Look, agree, look, read_look, write_look
+from metavd.flower.site import Look, agree, check_fit, look, read_look, shared, write_look
 from metavd.wire import decode
 
 from .support.grid import SMALL, FakeGrid, Node, shares
@@ -45,6 +46,14 @@ def test_sites_with_their_own_files_train_together(federate, three_sites, tmp_pa
     assert metavd.flower.registry.load(tmp_path / "run" / "registry.json").rows == 3
 
 
+def test_sites_with_their_own_files_answer_with_their_own_label_shares(federate, three_sites, tmp_path):
+    """Their test rows are of their own rows, so a class that a site does not have is hardly ever right there."""
+    settings = {"data": "", "clients": 0, "rounds": 1, "set": "model=mlp width=8"}
+    federate(FakeGrid(three_sites), method="fedavg+prior", **settings)
+    told = (tmp_path / "run" / "config.toml").read_text()
+    assert 'prior_answer = "with"' in told
+
+
 def test_the_numbers_that_sites_agree_on_are_those_of_all_rows(three_sites):
     """Mean and standard deviation from the sites' own are those of their rows together."""
     looks = {node.config["name"]: look(node.config) for node in three_sites.values()}
@@ -63,7 +72,7 @@ def test_folders_are_joined_by_the_names_of_their_classes(tmp_path, federate):
     for site, names in held.items():
         for name in names:
             (tmp_path / site / name).mkdir(parents=True)
-            for i in range(12):
+            for i in range(20):
                 image = generator.integers(0, 60, (8, 8)) + 60 * ("cat", "dog", "emu").index(name)
                 Image.fromarray(image.astype(np.uint8)).save(tmp_path / site / name / f"{i}.png")
     nodes = {
@@ -73,6 +82,38 @@ def test_folders_are_joined_by_the_names_of_their_classes(tmp_path, federate):
     assert classes == ["cat", "dog", "emu"]
     settings = {"data": "", "clients": 2, "rounds": 4, "set": "model=mlp width=16 lr=0.1"}
     assert federate(FakeGrid(nodes), method="fedavg", **settings)["test"]["accuracy"] > 0.6
+
+
+def test_token_ids_stay_token_ids(tmp_path, federate):
+    """Sites with sentences as ids train an LSTM together, which knows the largest id of any; a stranger is refused."""
+    draw = np.random.default_rng(0)
+    nodes = {}
+    for i in range(3):
+        x = draw.integers(1, 20 + i, (40, 5))
+        x[0, 0] = 20 + i
+        np.savez(tmp_path / f"{i}.npz", x=x.astype(np.uint8), y=np.arange(40) % 2)
+        nodes[i] = Node({"data": f"npz:{tmp_path / f'{i}.npz'}", "name": f"site {i}"}, key=b"abc"[i : i + 1])
+    looks = {node.config["name"]: look(node.config) for node in nodes.values()}
+    takes, _ = agree(looks)
+    assert (takes.tokens, takes.mean, takes.std, takes.scale) == (23, (0.0,), (1.0,), 1.0)
+    with pytest.raises(FederationError, match="token id 23, but the run knows 23"):
+        check_fit(replace(looks["site 0"], tokens=24), takes, ["0", "1"])
+    settings = {"data": "", "clients": 3, "rounds": 1, "set": "model=lstm width=4 batch=8"}
+    assert federate(FakeGrid(nodes), method="fedavg", **settings)["test"]["nll"] > 0, "the LSTM takes nothing else"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("table:f.csv,label=ill", "age,ill\n1,a\n2,b\n3,a\n"), ("text:f.csv", "text,label\na b,1\nc,2\n")],
+)
+def test_what_would_be_learnt_of_all_rows_is_refused(name, content, tmp_path, monkeypatch):
+    """A table's columns and a text's words are learnt of training rows, which no site may see of another."""
+    monkeypatch.chdir(tmp_path)
+    Path("f.csv").write_text(content)
+    with pytest.raises(FederationError, match="which no site may see; give every site an npz"):
+        look({"data": name})
+    with pytest.raises(FederationError, match="which no site may see"):
+        shared(name)
 
 
 LOOK = Look(10, (1, 8, 8), "uint8", 3, (), (0.5,), (0.2,), 1 / 255, False)
@@ -132,7 +173,8 @@ ALLOWED = {
     "params": ArrayRecord, "reply": ConfigRecord, "metrics": MetricRecord,
 }  # fmt: skip
 METRICS = {
-    "rows", "loss", "seconds", "train_size", "test_size", "bin_count", "bin_confidence", "bin_accuracy",
+    "rows", "loss", "seconds", "anew", "changed",
+    "train_size", "test_size", "bin_count", "bin_confidence", "bin_accuracy",
     *(figure.name for figure in of_clients()),
 }  # fmt: skip
 
@@ -196,7 +238,8 @@ def test_the_server_cannot_choose_what_a_site_reads(federate, tmp_path):
     nodes = shares(2) | {7: Node({"partition-id": 2, "data": f"npz:{tmp_path / 'own.npz'}"}, key=b"k")}
     source = digits()
     np.savez(tmp_path / "own.npz", images=source.x[:90, 0], labels=source.y[:90])
-    federate(FakeGrid(nodes), method="fedavg", set=SMALL)
+    # One step on its few rows is what a site refuses by default.
+    federate(FakeGrid(nodes), method="fedavg", set=SMALL.replace("local_epochs=1", "local_epochs=3"))
     sizes = [m.content["metrics"]["rows"] for m in nodes[7].sent if m.metadata.message_type == MessageType.TRAIN]
     assert sizes
     assert max(sizes) < 90

@@ -15,5 +15,6 @@
 | `warm` | the SuperNode, and apps that start without starting Python anew |
 | `follow` | a run started through `flwr run`, and its true outcome |
 | `local` | SuperLink, SuperNodes and runs on this machine, started and stopped |
+| `rehearse` | all of it in one process, without network |
 | `compat` | every lean on the inside of Flower |
 """

@@ -8,17 +8,21 @@ and the command line). Flower is imported inside the functions: it takes a secon
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 SEEN = "1.41.0"
 """The version of Flower that was read."""
+NOT_ACTIVATED = 2004
+"""The code of an error whose sentence a node shows. Seen: `ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED`."""
 
 # --- the ServerApp -------------------------------------------------------------------------------------------------
 
@@ -106,11 +110,12 @@ def is_server_task(spec: Any) -> bool:
     return bool(spec.task_type == TaskType.SERVER_APP)
 
 
-def run_task(spec: Any, parent: int, client_app: Any) -> None:
+def run_task(spec: Any, parent: int, client_app: Any, server_app: Any, is_ours: Callable[[bytes], bool]) -> None:
     """Do a task in this process: carry out a run, or answer one message with the given ClientApp.
 
-    Code that comes over the network is neither unpacked nor run for a message. Seen: `run_serverapp` and
-    `run_clientapp` with the arguments below; the latter calls the globals `install_from_fab` and
+    Code that comes over the network is neither unpacked nor run for a message; for a run it is where `is_ours` says
+    that the app is not metavd's own, and raises nothing. Seen: `run_serverapp` and `run_clientapp` with the arguments
+    below, and their globals `install_from_fab`, `run_` (with `server_app_attr` or `loaded_server_app`) and
     `get_load_client_app_fn`.
     """
     from flwr.supercore.tls import validate_and_resolve_root_certificates  # noqa: PLC0415
@@ -124,11 +129,23 @@ def run_task(spec: Any, parent: int, client_app: Any) -> None:
         from queue import Queue  # noqa: PLC0415
 
         from flwr.supercore.logger import mirror_output_to_queue  # noqa: PLC0415
-        from flwr.superlink.runtime import run_serverapp  # noqa: PLC0415
 
+        serving = import_module("flwr.superlink.runtime.run_serverapp")
+        install, carry_out, own = serving.install_from_fab, serving.run_, False
+
+        def installed(fab: bytes, **kwargs: Any) -> Any:
+            nonlocal own
+            own = is_ours(fab)
+            return install(fab, **kwargs)
+
+        def run(server_app_attr: str, **kwargs: Any) -> Any:
+            which = {"loaded_server_app": server_app} if own else {"server_app_attr": server_app_attr}
+            return carry_out(**which, **kwargs)
+
+        vars(serving).update(install_from_fab=installed, run_=run)
         lines: Queue[str | None] = Queue()
         mirror_output_to_queue(lines)
-        run_serverapp(log_queue=lines, **how)
+        serving.run_serverapp(log_queue=lines, **how)
         return
     from flwr.supernode.runtime import run_clientapp as module  # noqa: PLC0415
 
@@ -138,22 +155,102 @@ def run_task(spec: Any, parent: int, client_app: Any) -> None:
     module.run_clientapp(**how)
 
 
+def app_hash(folder: Path) -> str:
+    """Return the hash by which Flower knows an app. Seen: `build_fab_from_disk`, and SHA-256 of what it returns."""
+    from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415
+
+    return hashlib.sha256(build_fab_from_disk(folder)).hexdigest()
+
+
 # --- SuperLink and SuperNode -----------------------------------------------------------------------------------------
 
 
-def run_superlink(arguments: list[str], middleware: Any) -> None:
+def run_superlink(arguments: list[str], middleware: Any, protocol: Any) -> None:
     """Run flower-superlink in this process, with an ASGI middleware before its own, and no executor of its own.
 
-    Seen: `flwr.superlink.main` calls its global `_get_middleware`; `--isolation process` starts no executor.
+    Connections are uvicorn's `protocol`, and no websockets. Seen: `flwr.superlink.main` calls its global
+    `_get_middleware`; `--isolation process` starts no executor; `flower_superlink` calls `uvicorn.run`.
     """
     from flwr.superlink import main as module  # noqa: PLC0415
     from flwr.superlink.cli import flower_superlink  # noqa: PLC0415
     from starlette.middleware import Middleware  # noqa: PLC0415
 
+    serving = import_module("flwr.superlink.cli.flower_superlink")
+    serve = serving.uvicorn.run
+    vars(serving).update(uvicorn=SimpleNamespace(run=lambda **how: serve(**how, http=protocol, ws="none")))
     inner = module._get_middleware
     module._get_middleware = lambda: [Middleware(middleware), *inner()]
     sys.argv = ["flower-superlink", *arguments, "--isolation", "process"]
     flower_superlink()
+
+
+def watched_protocol(
+    enter: Callable[[Any, Any], dict[str, Any] | None], leave: Callable[[Any, dict[str, Any]], None], patience: float
+) -> Any:
+    """Return uvicorn's HTTP protocol, with a say in who connects and no patience with those who then say nothing.
+
+    `enter` (client, server) returns what all requests of a connection have in their state, or None to cut it; a
+    connection on which no request began for so many seconds is cut. h11 bounds the length of headers, which httptools
+    does not. Seen in uvicorn 0.49: `H11Protocol.client`, `server`, `app_state`, `cycle.response_complete`, `loop`.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415
+
+    class Watched(H11Protocol):
+        carried: dict[str, Any] | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.carried = enter(self.client, self.server)
+            if self.carried is None:
+                transport.abort()
+                return
+            self.app_state = {**self.app_state, **self.carried}
+            self.loop.call_later(patience, self.look, None)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self.carried is not None:
+                leave(self.client, self.carried)
+
+        def look(self, last: Any) -> None:
+            if self.transport.is_closing():
+                return
+            if self.cycle is last and (last is None or last.response_complete):
+                self.transport.abort()
+            else:
+                self.loop.call_later(patience, self.look, self.cycle)
+
+    return Watched
+
+
+def stranger(scope: Any) -> str:
+    """Return why the headers of a request do not show a node that may speak to the fleet's interface; or nothing.
+
+    Flower asks the same, but after it has read the whole request. Seen: `authenticate_node`, with the names below in
+    its module; without `enable_supernode_auth` every key will do.
+    """
+    seen = import_module("flwr.superlink.routers.fleet.node_auth")
+    request = seen.Request(scope)
+    try:
+        key, signature = (
+            seen.b64decode(request.headers[name], validate=True)
+            for name in (seen.FLEET_HTTP_PUBLIC_KEY_HEADER, seen.FLEET_HTTP_SIGNATURE_HEADER)
+        )
+        stamp = request.headers[seen.TIMESTAMP_HEADER]
+        if (
+            request.app.state.enable_supernode_auth
+            and seen.get_linkstate(request).get_node_id_by_public_key(key) is None
+        ):
+            return "its key is not registered"
+        if not seen.verify_signature(seen.bytes_to_public_key(key), stamp.encode("ascii"), signature):
+            return "its signature is wrong"
+        ahead = (seen.datetime.datetime.fromisoformat(stamp) - seen.now()).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return "it shows no key, or none that can be read"
+    if ahead >= seen.SYSTEM_TIME_TOLERANCE or -ahead >= seen.TIMESTAMP_TOLERANCE:
+        word = "ahead of" if ahead > 0 else "behind"
+        return f"its clock is {abs(ahead):.0f} s {word} the server's; set both by the same time server (NTP)"
+    return ""
 
 
 def run_supernode(
@@ -220,3 +317,29 @@ def register_nodes(address: str, authority: Path | None, public_keys: Mapping[st
             client.RegisterNode(RegisterNodeRequest(public_key=try_load_public_key(path), name=name))
     finally:
         client.close()
+
+
+# --- a rehearsal in one process --------------------------------------------------------------------------------------
+
+
+def be_server() -> None:
+    """Let this process make messages as a run's server does.
+
+    Seen: `Message` takes the sender from the class `TaskIdentity`, which the runtime fills in.
+    """
+    from flwr.supercore.task_identity import TaskIdentity  # noqa: PLC0415
+
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+
+def numbered(message: Any, sender: int | None = None) -> str:
+    """Give a message its id, or an answer its sender, as the SuperLink does; return the id.
+
+    Seen: `Metadata._message_id` and `_src_node_id`, and `Message.object_id`.
+    """
+    inside = message.metadata.__dict__
+    if sender is None:
+        inside["_message_id"] = message.object_id
+    else:
+        inside["_src_node_id"] = sender
+    return str(message.metadata.message_id)

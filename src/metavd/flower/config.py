@@ -21,6 +21,7 @@ from ..schema import Option, nearest, option, options
 from ..version import VERSION
 from ..wire import Limits
 
+SERVER_APP = "metavd.flower.server:app"
 APP = "metavd-app"
 _MANY = 10**7
 _LIMITS = Limits()
@@ -61,6 +62,9 @@ class Plan:
     half: bool = option(False, "send weights as float16")
     classes: int = option(0, "classes of the sites' data; 0: as many as the sites have", low=0, high=10**6)
     data: str = option("", "a dataset that nodes hold shares of, by their partition-id; empty: every site has its own")
+    seeded_noise: bool = option(
+        False, "noise of +dp, and whom a round asks, come from the seed as in the simulator: for tests, not private"
+    )
     server_data: str = option("", "the server's own unlabelled rows, for fedbe, such as npz:rows.npz")
     max_bytes: int = option(_LIMITS.max_bytes, "longest answer", low=1)
     max_norm: float = option(
@@ -69,8 +73,25 @@ class Plan:
     max_change: float = option(
         _LIMITS.max_change, "largest change of weights, relative to the median of rounds before", low=0
     )
+    max_size: float = option(
+        _LIMITS.max_size, "largest change of weights, relative to the median of the others in the round", low=0
+    )
+    max_against: float = option(
+        _LIMITS.max_against, "the same, of an answer that points away from the others of the round", low=0
+    )
+    max_share: float = option(2.0, "most that a client weighs in a round, times the median client; 0: no bound", low=0)
     max_samples: float = option(_LIMITS.max_samples, "most rows that a client may claim", low=1)
     max_offences: int = option(_LIMITS.max_offences, "refused answers after which a client is asked no more", low=1)
+    max_silences: int = option(
+        5,
+        "silences in a row after which a client is asked no more, until the run is started again",
+        low=1,
+    )
+    slack: float = option(
+        5.0,
+        "times the slowest answer's own time that a round with a quorum waits; 0: always round-timeout",
+        low=0,
+    )
 
     @property
     def limits(self) -> Limits:
@@ -128,6 +149,10 @@ def settings(plan: Plan) -> dict[str, Any]:
             raise FederationError(f"set has {key}={value}, but {SETTINGS[key].foreign}")
     given = {"method": plan.method, "rounds": plan.rounds, "seed": plan.seed, **pairs}
     experiment = with_settings(Experiment(), given)
+    if isinstance(experiment.unseen, str):
+        raise FederationError(
+            f"set has unseen={experiment.unseen}, but clients are nodes here; start theirs with --no-train"
+        )
     values = methods.resolve(experiment.method, experiment.options)
     for name, known in methods.options_of(experiment.method).items():
         if known.foreign and values[name]:
@@ -149,7 +174,7 @@ def experiment_of(plan: Plan, takes: Source, clients: int, defaults: Mapping[str
     every = plan.eval_every or plan.rounds
     named = replace(
         given, data=takes.name, clients=clients, cohort=plan.asked(clients), unseen=max(given.unseen, 0),
-        eval_every=every, checkpoint_every=1, device="cpu", backend="loop", content=content,
+        eval_every=every, checkpoint_every=1, device="cpu", backend="loop", content=content, max_share=plan.max_share,
     )  # fmt: skip
     try:
         return resolve(named, defaults)
@@ -173,7 +198,7 @@ def app_toml(**values: Any) -> str:
         'publisher = "metavd"',
         "",
         "[tool.flwr.app.components]",
-        'serverapp = "metavd.flower.server:app"',
+        f'serverapp = "{SERVER_APP}"',
         'clientapp = "metavd.flower.client:app"',
         "",
         "[tool.flwr.app.config]",

@@ -1,14 +1,16 @@
 """Results from clients' own figures: their rows, and what they answered of them, stay with them.
 
 What crosses from a site is each figure of the registry that a client has of its own, and one reliability diagram.
-Means over clients are exact. The calibration error comes from the clients' diagrams, added up. Figures that need
+Means over clients are exact, as long as nobody claims ten times the rows of the median client; nobody counts as more.
+Beside each mean stands the median over clients, none of whom weighs more than two median ones, so that one client
+cannot lift it however it lies. The calibration error comes from the clients' diagrams, added up. Figures that need
 everybody's single answers (bins of equal counts, an AUROC over all rows) are not known here, and None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,8 @@ _DIAGRAM = "top1"
 """The diagram that crosses."""
 _BINS = ("bin_count", "bin_confidence", "bin_accuracy")
 _SIZES = ("train_size", "test_size")
+_LOUD = 10.0
+"""Times the median client's rows that a client counts for at most."""
 
 
 def sent(result: ClientResult) -> dict[str, Any]:
@@ -29,18 +33,65 @@ def sent(result: ClientResult) -> dict[str, Any]:
 
 
 def pooled(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a group of clients, as `evaluate.metrics.summarize` does from their answers."""
+    """Return the figures of a group of clients, as `evaluate.metrics.summarize` does; and medians."""
     needed = {figure.name for figure in of_clients() if figure.always}
     tested = [each for each in reports if each["test_size"] and needed <= each.keys()]
     if not tested:
         return nothing()
+    tested = _quiet(tested)
     means = {name: _each(figure, tested)[:2] for name, figure in figures().items() if figure.interval}
     return {
         **{name: _pooled(figure, tested) for name, figure in figures().items()},
         "intervals": intervals(means),
+        "medians": {name: _median(*_each(figure, tested)) for name, figure in figures().items() if figure.interval},
         "clients": len(tested),
         "samples": sum(each["test_size"] for each in tested),
     }
+
+
+class Most(NamedTuple):
+    """What a client may claim."""
+
+    train: float
+    """Rows that it trained on, as its answers claimed."""
+    rows: float
+    """All of its rows, as it said before the first round."""
+
+
+def loud(reports: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
+    """Return the clients that claim far more test rows than the others: as how many they count, and what they claim."""
+    quiet = _quiet(list(reports.values()))
+    pairs = {
+        client: (each["test_size"], reports[client]["test_size"]) for client, each in zip(reports, quiet, strict=True)
+    }
+    return {client: (counted, own) for client, (counted, own) in pairs.items() if counted < own}
+
+
+def _quiet(reports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Let no client count for more than ten times the rows of the median client, in means and in the diagram."""
+    found = list(reports)
+    for size in _SIZES:
+        claims = sorted(each[size] for each in reports if each[size])
+        most = int(_LOUD * claims[(len(claims) - 1) // 2]) if claims else 0
+        found = [each if each[size] <= most else _fewer(each, size, most) for each in found]
+    return found
+
+
+def _fewer(report: Mapping[str, Any], size: str, rows: int) -> dict[str, Any]:
+    bins = {}
+    if size == "test_size" and _BINS[0] in report:
+        bins[_BINS[0]] = [count * rows / report[size] for count in report[_BINS[0]]]
+    return {**report, size: rows, **bins}
+
+
+def _median(values: np.ndarray | None, weight: np.ndarray) -> float | None:
+    """Return the least value that half of the weight is not above; nobody weighs more than two median clients."""
+    if values is None or not weight.sum() > 0:
+        return None
+    weight = np.minimum(weight, 2 * np.sort(weight)[(len(weight) - 1) // 2])
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weight[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
 
 
 def _each(figure: Figure, reports: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray | None, np.ndarray]:
@@ -93,23 +144,37 @@ def line(number: int, report: Mapping[str, Any], *, unseen: bool) -> dict[str, A
     return {"client": number, "unseen": int(unseen)} | sizes | own
 
 
-def checked(metrics: Mapping[str, Any], most: float) -> dict[str, Any]:
-    """Return the figures of one client that may claim `most` rows, without those that no honest client sends.
+def checked(metrics: Mapping[str, Any], most: Most) -> dict[str, Any]:
+    """Return the figures of one client, without those that no honest client sends.
 
-    >>> checked({"train_size": 3, "test_size": 2, "accuracy": 7.0, "nll": float("nan"), "extra": 1}, 100)
+    >>> checked({"train_size": 3, "test_size": 2, "accuracy": 7.0, "nll": float("nan"), "extra": 1}, Most(100, 100))
     {'train_size': 3, 'test_size': 2}
     """
-    sizes = {name: int(metrics.get(name, 0)) for name in _SIZES}
+    sizes = {name: metrics.get(name, 0) for name in _SIZES}
     for name, value in sizes.items():
-        if value > most:
-            raise ValueError(f"it claims a {name} of {value}, but at most {most:.0f} rows are believed")
+        if type(value) is not int or value < 0:
+            raise ValueError(f"it claims a {name} of {value!r:.40}, but a whole number from 0 was expected")
+    train, test = sizes.values()
+    if train > most.train:
+        raise ValueError(f"it claims a train_size of {train}, but at most {most.train:.0f} rows are believed")
+    if train + test > most.rows:
+        raise ValueError(
+            f"it claims a test_size of {test}, but at most {most.rows:.0f} rows, all together, are believed"
+        )
     own = {figure.name: metrics[figure.name] for figure in of_clients() if _believed(figure, metrics.get(figure.name))}
     if any(figure.always and figure.name not in own for figure in of_clients()):
         own = {}
     bins = {name: metrics.get(name) for name in _BINS}
     # One client's broken diagram must not take everybody's away.
-    proper = all(isinstance(each, Sequence) and len(each) == BINS and all(map(_number, each)) for each in bins.values())
-    return {name: max(0, value) for name, value in sizes.items()} | own | (bins if proper else {})
+    return sizes | own | (bins if _proper(bins, test) else {})
+
+
+def _proper(bins: Mapping[str, Any], test: int) -> bool:
+    """Return whether bins are a diagram of so many rows."""
+    if not all(isinstance(each, Sequence) and len(each) == BINS and all(map(_number, each)) for each in bins.values()):
+        return False
+    count, *shares = bins.values()
+    return abs(sum(count) - test) < 0.5 and all(each <= 1.0 + 1e-6 for share in shares for each in share)
 
 
 def _believed(figure: Figure, value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -17,10 +18,11 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from . import compat
+from .audit import Audit
 from .config import FederationError, Plan
-from .message import Order, read_reply, write_order
+from .message import Order, cleaned, read_reply, write_order
 from .registry import Candidate, Member, Registry, admit, by_key
-from .site import Look, read_look
+from .site import Look, misfits, read_look
 
 _LOG = logging.getLogger("flwr")
 _AGAIN = 5.0
@@ -33,6 +35,8 @@ class Answers(NamedTuple):
 
     content: dict[Any, RecordDict]
     lost: dict[Any, str]
+    late: frozenset[Any] = frozenset()
+    """Those of the lost that said nothing at all."""
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Pending:
             if who is None:
                 continue
             if reply.has_error():
-                lost[who] = compat.reason(reply.error.reason)
+                lost[who] = cleaned(compat.reason(reply.error.reason))
             elif reply.metadata.src_node_id != node:
                 lost[who] = "another node answered in its place"
             else:
@@ -95,8 +99,9 @@ def exchange(
         meanwhile()
         if pending.waiting and not (came.content or came.lost):
             time.sleep(poll)
-    late = {who: f"no answer within {seconds:.0f} s" for who, _ in pending.waiting.values()}
-    return Answers(content, lost | late)
+    waited = min(seconds, time.monotonic() - ends + seconds)
+    late = {who: f"no answer within {waited:.0f} s" for who, _ in pending.waiting.values()}
+    return Answers(content, lost | late, frozenset(late))
 
 
 @dataclass
@@ -106,13 +111,20 @@ class Fleet:
     grid: Grid
     plan: Plan
     registry: Registry
+    audit: Audit
     present: dict[int, Member] = field(default_factory=dict)
     """Nodes that said hello, by node id."""
     looks: dict[str, Look] = field(default_factory=dict)
-    """What they said of their rows, by name."""
+    """What they said of their rows, by identity."""
+    fits: Callable[[Look], None] = lambda _: None
+    """Refuses rows that a run under way does not take."""
     refused: dict[int, str] = field(default_factory=dict)
     candidates: dict[int, Candidate] = field(default_factory=dict)
     """Nodes that said hello and have no number yet."""
+    times: dict[int, float] = field(default_factory=dict)
+    """Seconds after which each client's last answer came."""
+    silences: dict[int, int] = field(default_factory=dict)
+    """Attempts in a row to which each client said nothing."""
     _hellos: Pending = field(init=False)
     _keys: dict[int, str] = field(default_factory=dict)
     _asked: dict[int, float] = field(default_factory=dict)
@@ -146,12 +158,17 @@ class Fleet:
             try:
                 self._meet(node, content, online)
             except (ArithmeticError, RecursionError, TypeError, ValueError) as error:  # whatever a node may claim
-                self._refuse(node, str(error))
+                self._refuse(node, cleaned(error))
 
     def _meet(self, node: int, content: RecordDict, online: set[int]) -> None:
         about, _ = read_reply(content)
-        name, partition = str(about.get("name", node))[:80], int(about.get("partition", -1))
-        look = read_look(about.get("look"))
+        name, partition = cleaned(about.get("name", node), 80), int(about.get("partition", -1))
+        try:
+            look = read_look(about.get("look"), self.plan.max_samples)
+            if look is not None:
+                self.fits(look)
+        except FederationError as error:
+            raise FederationError(f"{name}: {error}") from None
         if look is None and not self.plan.data:
             raise FederationError(f"{name} holds a share of a dataset, but the run config names none with data")
         key = self._keys.get(node) if self.plan.identity == "key" else None
@@ -165,13 +182,28 @@ class Fleet:
                 f"{name} joined with train={known.trains} and is back with {trains}; start it as before"
             )
         if look is not None:
-            self.looks[name] = look
+            self.looks[identity] = look
         order = (partition if partition >= 0 else 1 << 62, name)
         self.candidates[node] = Candidate(identity, name, trains, order)
+
+    def agree(self) -> dict[str, Look]:
+        """Return what those say of their rows whose rows go together, by name; the others are left out."""
+        called = Counter(each.name for each in self.candidates.values())
+        names = {
+            each.identity: (node, each.name if called[each.name] == 1 else f"{each.name} (node {node})")
+            for node, each in self.candidates.items()
+        }
+        there = {names[identity][1]: look for identity, look in self.looks.items() if identity in names}
+        for name, why in misfits(there, self.plan.classes).items():
+            identity = next(each for each in names if names[each][1] == name)
+            self._refuse(names[identity][0], why)
+            del there[name], self.looks[identity], self.candidates[names[identity][0]]
+        return there
 
     def _refuse(self, node: int, why: str) -> None:
         self.refused[node] = why
         _LOG.warning("node %d is left out: %s", node, why)
+        self.audit.add("left out", node=node, why=why)
 
     def settle(self, done: int) -> bool:
         """Give everyone who said hello a number; return whether somebody is new to the federation."""
@@ -198,7 +230,9 @@ class Fleet:
             new = sum(each.trains for node, each in self.candidates.items() if node in online)
             count = len(self.trainers(online)) + new
             met = self.present.keys() | self.refused.keys() | self.candidates.keys()
-            if count >= enough and not (everyone and online - met):
+            # Those who were left out are not waited for, where the others will do.
+            out = len(self.refused.keys() & online) if count >= least and not online - met else 0
+            if count + out >= enough and not (everyone and online - met):
                 return
             if time.monotonic() > ends:
                 break

@@ -12,18 +12,20 @@ A client says neither who it is (the transport knows) nor anything of its rows b
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from ..container import read_json
 from ..data.source import Source
 from ..runs.settings import Experiment, content
 from ..serve.samples import described, restored
 from .config import FederationError
 
-PROTOCOL = 1
+PROTOCOL = 2
 _STYPE = "metavd.wire"
 _ORDER, _REPLY, _PARAMS, _METRICS = "order", "reply", "params", "metrics"
 
@@ -42,7 +44,19 @@ class Order:
     half: bool = False
     whole: bool = False
     """The parameters are the server's, for a client that fits its own embedding."""
+    turn: int = 0
+    """The last round of this client that is part of the server's state, from 1; 0: none."""
     params: bytes = b""
+
+
+def cleaned(text: object, most: int = 200) -> str:
+    r"""Return what a client wrote, fit for a log: one line, without control codes, cut.
+
+    >>> cleaned("north\n2026 INFO all is well\x1b[2J", 24)
+    'north 2026 INFO all is w'
+    """
+    # Of a text of 9 MB only the beginning is looked at.
+    return re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in str(text)[: 4 * most])).strip()[:most]
 
 
 def spec(experiment: Experiment, takes: Source, classes: list[str]) -> str:
@@ -53,7 +67,7 @@ def spec(experiment: Experiment, takes: Source, classes: list[str]) -> str:
 def read_spec(text: str) -> tuple[Experiment, Source, list[str]]:
     """Read what `spec` wrote."""
     try:
-        values = json.loads(text)
+        values = read_json(text)
         return Experiment(**values["experiment"]), restored(values["takes"]), list(values["classes"])
     except (ValueError, KeyError, TypeError) as error:
         raise FederationError(
@@ -65,7 +79,7 @@ def write_order(order: Order) -> RecordDict:
     """Put an order into records."""
     config = ConfigRecord({
         "protocol": PROTOCOL, "done": order.done, "client": order.client, "key": order.key, "spec": order.spec,
-        "half": order.half, "whole": order.whole,
+        "half": order.half, "whole": order.whole, "turn": order.turn,
     })  # fmt: skip
     return RecordDict({_ORDER: config, **_packed(order.params)})
 
@@ -73,7 +87,7 @@ def write_order(order: Order) -> RecordDict:
 def read_order(records: RecordDict) -> Order:
     """Read an order; one of another protocol is refused."""
     config = _config(records, _ORDER)
-    known: dict[str, Any] = {name: config[name] for name in ("done", "client", "key", "spec", "half", "whole")}
+    known: dict[str, Any] = {name: config[name] for name in ("done", "client", "key", "spec", "half", "whole", "turn")}
     return Order(**known, params=payload(records))
 
 

@@ -8,19 +8,20 @@ given to another. The identity is the fingerprint of the node's registered key; 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ..container import write_atomic
+from ..container import read_json, write_atomic
 from ..core.emit import OWNED
 from ..core.types import ServerState
 from ..tree import Params
 from .config import FederationError
 
 FILE = "registry.json"
+OFFENCES = "offences.json"
 GUESTS = 1 << 20
 """Numbers of clients that never train begin here; they have no row."""
 _VERSION = 1
@@ -36,6 +37,8 @@ class Member:
     trains: bool
     joined: int
     """Rounds that were finished when it came."""
+    rows: int = 0
+    """Rows up to which its claims may grow, as an operator registered; 0: nobody did."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,20 @@ def by_key(fingerprint: str) -> str:
     return f"key {fingerprint}"
 
 
+def with_rows(registry: Registry, name: str, rows: int) -> Registry:
+    """Register that a client has more rows than it had, so that it may claim them.
+
+    >>> with_rows(Registry((Member(0, "a", "north", True, 0),)), "north", 500).members[0].rows
+    500
+    """
+    if not any(name in {each.name, str(each.number)} for each in registry.members):
+        known = ", ".join(f"{each.number} ({each.name})" for each in registry.members)
+        raise FederationError(f"there is no client {name!r}; the registry has {known or 'none'}")
+    return Registry(tuple(
+        replace(each, rows=rows) if name in {each.name, str(each.number)} else each for each in registry.members
+    ))  # fmt: skip
+
+
 def rekeyed(registry: Registry, name: str, identity: str) -> Registry:
     """Let a client go on under another identity, and forget what that identity has been so far.
 
@@ -110,7 +127,7 @@ def load(path: Path) -> Registry:
     if not path.exists():
         return Registry()
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path.read_text())
         if values["version"] != _VERSION:
             raise ValueError(f"it has version {values['version']}")
         members = tuple(Member(**each) for each in values["members"])
@@ -124,7 +141,21 @@ def load(path: Path) -> Registry:
 def save(path: Path, registry: Registry) -> None:
     """Write a registry, whole or not at all."""
     values = {"version": _VERSION, "members": [asdict(each) for each in registry.members]}
-    write_atomic(path, (json.dumps(values, indent=1) + "\n").encode())
+    write_atomic(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
+
+
+def save_offences(folder: Path, offences: Mapping[int, int]) -> None:
+    """Write how often each client was refused."""
+    write_atomic(folder / OFFENCES, json.dumps({str(client): n for client, n in sorted(offences.items())}).encode())
+
+
+def load_offences(folder: Path) -> dict[int, int]:
+    """Read how often each client was refused; a file that is not there says nobody was."""
+    path = folder / OFFENCES
+    try:
+        return {int(client): int(n) for client, n in read_json(path.read_text()).items()} if path.exists() else {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise FederationError(f"{path} is damaged ({error}); put back your copy of it, or remove it") from None
 
 
 def widened(state: ServerState, rows: int) -> ServerState:

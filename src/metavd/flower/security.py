@@ -1,10 +1,11 @@
 """Certificates of the server and keys of the nodes, made with few words; an organisation's own will do as well.
 
-    ca.crt, ca.key            the authority of this federation; ca.crt goes to every site, ca.key stays where it is
+    ca.crt, ca.key            the authority of this federation; ca.crt goes to every site, ca.key belongs on a machine
+                              that is neither the server nor a site
     server.crt, server.key    what the SuperLink shows
     NAME, NAME.pub            a node's key; the site keeps the first, the server registers the second
 
-Private files can be read by their owner alone. Nothing is overwritten.
+Private files, and the folders that are made for them, can be read by their owner alone.
 """
 
 from __future__ import annotations
@@ -28,28 +29,37 @@ _EARLY = datetime.timedelta(minutes=5)
 """Clocks of two sites differ."""
 
 
-def certificates(folder: Path, hosts: Sequence[str], *, days: int = 825, authority_days: int = 3650) -> None:
-    """Make the server's certificate for these names and addresses, by the folder's authority.
+def certificates(
+    folder: Path, hosts: Sequence[str], *, authority: Path | None = None, days: int = 825, authority_days: int = 3650
+) -> None:
+    """Make the server's certificate for these names and addresses in a folder, signed by an authority in its own.
 
-    An authority that is not there yet is made, so that a second call renews the server's certificate alone.
+    An authority that is not there yet is made, so that a second call renews the server's certificate alone. Without a
+    folder for it, it lies in the server's. With one, the server's folder gets `ca.crt` and never `ca.key`.
     """
+    own = authority or folder
     if not hosts:
         raise FederationError("a certificate needs the names or addresses by which sites reach the server; name one")
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / CA).exists() != (folder / CA_KEY).exists():
-        raise FederationError(f"{folder} has one of {CA} and {CA_KEY}, but needs both or none")
-    authority = _authority(folder, authority_days) if not (folder / CA).exists() else _known(folder)
+    if (own / CA).exists() != (own / CA_KEY).exists():
+        raise FederationError(
+            f"{own} has one of {CA} and {CA_KEY}, but needs both or none; where is the authority (--ca-dir)?"
+        )
+    for each in (own, folder):
+        each.mkdir(parents=True, exist_ok=True, mode=0o700)
+    signer, signing = _authority(own, authority_days) if not (own / CA).exists() else _known(own)
     key = ec.generate_private_key(ec.SECP256R1())
     names = [_general(host) for host in hosts]
-    builder = _builder(hosts[0], authority[0].subject, key, days)
+    builder = _builder(hosts[0], signer.subject, key, days)
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[1].public_key())
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key())
     builder = builder.add_extension(identifier, critical=False)
-    certificate = builder.sign(authority[1], hashes.SHA256())
+    certificate = builder.sign(signing, hashes.SHA256())
     _write(folder / SERVER_KEY, _pem(key), private=True)
     _write(folder / SERVER, certificate.public_bytes(serialization.Encoding.PEM))
+    if own != folder:
+        _write(folder / CA, signer.public_bytes(serialization.Encoding.PEM))
 
 
 def node_key(path: Path) -> Path:
@@ -58,7 +68,7 @@ def node_key(path: Path) -> Path:
     for each in (path, public):
         if each.exists():
             raise FederationError(f"{each} is there already; name another file, or remove it to make a new key")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()

@@ -15,31 +15,35 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, MessageType, RecordDict
+from flwr.app import Context, MessageType
 from flwr.serverapp import Grid, ServerApp
 from httpx import TransportError
+from torch import Tensor
 
-from .. import methods, tree
-from ..container import write_atomic
+from .. import methods
+from ..container import read_json, write_atomic
 from ..core import rng
+from ..core.accountant import Mechanism
 from ..core.emit import EMBEDDING
+from ..core.privacy import secret
 from ..core.types import NonFiniteError, ServerState, Update
-from ..data.cohort import choose, pool
+from ..data.cohort import pool
 from ..data.partition import Federation
 from ..data.source import Source
-from ..engine.checkpoint import load_checkpoint
+from ..engine.checkpoint import hashes, load_checkpoint
 from ..engine.evaluation import masks_of
 from ..engine.machine import tuned
-from ..engine.rounds import Account, Answers, Record, Run, Silent, Tested, Transport, carry_out
+from ..engine.rounds import Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out
 from ..engine.task import Task, task
-from ..engine.turn import Moment
 from ..errors import FailedError, UserError
 from ..evaluate.diagnose import diagnose
 from ..runs.details import VERSION as DETAILS
@@ -49,17 +53,23 @@ from ..runs.run import channels_last
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..serve.samples import described, restored, samples
-from ..tree import Params
-from ..wire import Expected, Guard, Rejected, Reply, encode, sparsity, traffic
+from ..version import VERSION
+from ..wire import Guard, Limits, encode, sparsity
 from . import compat, figures, registry, site
+from .audit import FILE as AUDIT
+from .audit import Audit
+from .collect import Setup, collect
 from .config import FederationError, Plan, experiment_of, plan
 from .fleet import Fleet, exchange
-from .message import Order, payload, read_reply, spec, write_order
+from .message import Order, cleaned, read_reply, spec, write_order
 from .parent import watch_parent
 
 app = ServerApp()
 _LOG = logging.getLogger("flwr")
 TAKES = "takes.json"
+RELEASES = "privacy.json"
+_OWN_ROWS: Mapping[str, Any] = {"prior_answer": "with"}
+"""What suits sites that bring rows of their own: those that they test on have their own labels."""
 _TOLD = (UserError, FailedError, NonFiniteError, OSError)
 """Errors whose text says all that a user needs."""
 
@@ -79,16 +89,6 @@ def main(grid: Grid, context: Context) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A federation's run, ready to go."""
-
-    plan: Plan
-    experiment: Experiment
-    spec: str
-    task: Task
-
-
 def run(grid: Grid, plan: Plan) -> dict[str, Any]:
     """Carry out a run, from its last checkpoint where there is one, and return its result."""
     store = Store(Path(plan.out).resolve())
@@ -99,7 +99,7 @@ def run(grid: Grid, plan: Plan) -> dict[str, Any]:
             _remembered(plan, store)
             _LOG.info("%s holds this run, finished; name another folder with out to run again", store.folder)
             return store.read_result()
-        fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE))
+        fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE), Audit(store.folder / AUDIT))
         setup = _setup(fleet, store)
         with torch.no_grad(), tuned(setup.task.num_weights, "cpu"):
             return _run(fleet, setup, store)
@@ -120,25 +120,55 @@ def _setup(fleet: Fleet, store: Store) -> Setup:
         experiment, takes, classes = _agreed(fleet)
         store.open(to_toml(experiment))
         write_atomic(store.folder / TAKES, json.dumps({"takes": described(takes), "classes": classes}).encode())
-    return Setup(plan, experiment, spec(experiment, takes, classes), _task(plan, experiment, takes))
+    if not plan.data:
+        fleet.fits = lambda look: site.check_fit(look, takes, classes)
+    made = _task(plan, experiment, takes)
+    return Setup(plan, experiment, spec(experiment, takes, classes), made, _cohorts(plan, made.algorithm.privacy))
+
+
+def _cohorts(plan: Plan, privacy: Mechanism | None) -> Tensor | None:
+    """Return a key that only this process knows, where sampling is to hide clients."""
+    if privacy is None:
+        return None
+    privacy.check()
+    if not privacy.poisson and privacy.rate < 1:
+        raise FederationError(
+            f"sampling is fixed and cohort is {privacy.cohort} of {privacy.clients}, but how many clients are there "
+            "varies, which epsilon has no bound for; use sampling=poisson, or cohort=0"
+        )
+    return None if plan.seeded_noise else torch.tensor(int.from_bytes(os.urandom(8), "little", signed=True))
+
+
+def _limits(plan: Plan, privacy: Mechanism | None) -> Limits:
+    """Return what the guard puts up with: whom it refuses may not depend on others where clients are to be hidden."""
+    if privacy is None:
+        return plan.limits
+    free = replace(plan.limits, max_size=math.inf, max_against=math.inf, max_change=math.inf)
+    return replace(free, max_norm=math.inf) if privacy.sites else free
 
 
 def _agreed(fleet: Fleet) -> tuple[Experiment, Source, list[str]]:
     plan = fleet.plan
+    looks = {} if plan.data else fleet.agree()
     clients = plan.clients or sum(each.trains for each in fleet.candidates.values())
     if plan.data:
         data, takes, classes = site.shared(plan.data)
         return experiment_of(plan, takes, clients, data.defaults, data.fingerprint), takes, classes
-    takes, classes = site.agree(fleet.looks, plan.classes)
+    if not looks:
+        raise FederationError("no site has rows that a run can begin with; the log says why each is left out")
+    takes, classes = site.agree(looks, plan.classes)
     content = hashlib.sha256(json.dumps([described(takes), classes]).encode()).hexdigest()[:12]
-    return experiment_of(plan, takes, clients, {}, content), takes, classes
+    return experiment_of(plan, takes, clients, _OWN_ROWS, content), takes, classes
 
 
 def _remembered(plan: Plan, store: Store) -> tuple[Experiment, Source, list[str]]:
     """Read what a run that is gone on with was made of, and compare it with what is asked now."""
-    there = replace(with_settings(Experiment(), from_toml(store.config)), device="cpu")
     try:
-        values = json.loads((store.folder / TAKES).read_text())
+        there = replace(with_settings(Experiment(), from_toml(store.config)), device="cpu")
+    except UserError as error:
+        raise FederationError(f"{store.config} is damaged ({error}); put back your copy of it") from None
+    try:
+        values = read_json((store.folder / TAKES).read_text())
         takes, classes = restored(values["takes"]), list(values["classes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederationError(f"{store.folder / TAKES} is damaged ({error}); put back your copy of it") from None
@@ -152,16 +182,17 @@ def _remembered(plan: Plan, store: Store) -> tuple[Experiment, Source, list[str]
 
 
 def _defaults(plan: Plan) -> Mapping[str, Any]:
-    return site.shared(plan.data)[0].defaults if plan.data else {}
+    return site.shared(plan.data)[0].defaults if plan.data else _OWN_ROWS
 
 
 def _task(plan: Plan, e: Experiment, takes: Source) -> Task:
+    normal = None if plan.seeded_noise else secret
     if not plan.server_data:
-        return task(e, takes)
+        return task(e, takes, normal=normal)
     given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
     own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
     held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
-    return task(e, takes, server_rows=lambda key: held.inputs(torch.arange(len(held.x)), key))
+    return task(e, takes, server_rows=lambda key: held.inputs(torch.arange(len(held.x)), key), normal=normal)
 
 
 # --- rounds --------------------------------------------------------------------------------------------------------
@@ -169,45 +200,89 @@ def _task(plan: Plan, e: Experiment, takes: Source) -> Task:
 
 def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
     e = setup.experiment
-    found = load_checkpoint(store.checkpoint, report=_LOG.warning)
+    found = load_checkpoint(store.checkpoint, report=_LOG.warning, spec=spec_hash(e), seed=e.seed)
     state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
     store.cut_rounds(int(state.round))
-    guard = Guard.restored(setup.plan.limits, extra.get("guard", {}))
-    tests = Tests(fleet, setup, int(extra.get("evaluated", 0)))
+    privacy = setup.task.algorithm.privacy
+    guard = Guard.restored(_limits(setup.plan, privacy), extra.get("guard", {}))
+    offences = registry.load_offences(store.folder)
+    guard.offences |= {client: max(count, guard.offences.get(client, 0)) for client, count in offences.items()}
+    turns = {int(client): round for client, round in extra.get("turns", {}).items()}
+    audit = fleet.audit
+    audit.open(extra.get("audit", ""))
+    audit.add("start", method=e.method, rounds=e.rounds, seed=e.seed, spec=spec_hash(e), done=int(state.round),
+              metavd=VERSION)  # fmt: skip
+    log = _Log(store, audit)
+    tests = Tests(fleet, setup, int(extra.get("evaluated", 0)), turns, guard)
+    remembered = _remembering(guard, store)(collect)
     result = carry_out(
         Run(
             spec=e,
             spec_hash=spec_hash(e),
-            update=setup.task.algorithm.server.update,
+            update=log.watching(setup.task.algorithm.server.update),
             transport=Transport(
-                collect=lambda state, now: _collect(fleet, setup, guard, state, now),
+                collect=lambda state, now: remembered(fleet, setup, guard, (state, now), turns),
                 ready=lambda state: _joined(fleet, setup, state, store),
             ),
             test=tests.run,
             journal=store,
-            listener=_Log(store),
+            listener=log,
             about=lambda: {
                 "bytes_evaluation": tests.down, "backend": "flower", "clients": fleet.registry.rows,
-                **provenance(e.device),
+                "audit": log.ended(), **provenance(e.device),
             },
-            kept=lambda: {"evaluated": tests.down, "guard": guard.state()},
+            kept=lambda: {
+                "evaluated": tests.down, "guard": guard.state(), "turns": dict(turns), "audit": audit.head,
+            },
             again="flwr run goes on from it",
+            privacy=privacy,
+            releases=None if setup.plan.seeded_noise else store.folder / RELEASES,
+            notes=() if privacy is None else privacy.told(),
         ),
         state,
         extra,
     )  # fmt: skip
     accuracy = result["test"]["accuracy"]
     known = "unknown" if accuracy is None else f"{accuracy:.1%}"
-    _LOG.info("finished: accuracy %s, files in %s", known, store.folder)
+    _LOG.info("finished: accuracy %s, files in %s; head of the audit log: %s", known, store.folder, audit.head)
     return result
+
+
+@contextmanager
+def _remembering(guard: Guard, store: Store) -> Iterator[None]:
+    """Write offences at once, because a round that fails leaves no checkpoint."""
+    before = dict(guard.offences)
+    try:
+        yield
+    finally:
+        if guard.offences != before:
+            registry.save_offences(store.folder, guard.offences)
 
 
 @dataclass
 class _Log(Silent):
-    """Tells the ServerApp's log how a run goes on."""
+    """Tells the ServerApp's log, and the audit log, how a run goes on."""
 
     store: Store
+    audit: Audit
     rounds: int = 0
+    model: str = ""
+    """The hash of the last round's model."""
+
+    def watching(self, update: ServerUpdate) -> ServerUpdate:
+        """Return the server's update with an eye on the model that it makes."""
+
+        def watched(state: ServerState, answers: Update) -> ServerState:
+            new = update(state, answers)
+            self.model = hashes(new)["model_sha256"]
+            return new
+
+        return watched
+
+    def ended(self) -> str:
+        """Write the last line of a finished run, and return the head that belongs to its result."""
+        self.audit.add("end", model=self.model)
+        return self.audit.head
 
     def start(self, experiment: Experiment, done: int) -> None:
         e, self.rounds = experiment, experiment.rounds
@@ -216,8 +291,14 @@ class _Log(Silent):
             _LOG.info("going on after round %d", done)
 
     def round(self, record: Record) -> None:
-        _LOG.info("round %d/%d: %d answers, loss %.3f, %.1f s", record.round, self.rounds, len(record.cohort),
-                  record.loss, record.more["seconds"])  # fmt: skip
+        self.audit.add("round", round=record.round, model=self.model)
+        loss = "" if record.loss is None else f", loss {record.loss:.3f}"
+        spent = f", epsilon {record.more['epsilon']:.4g}" if record.more.get("epsilon") is not None else ""
+        _LOG.info("round %d/%d: %d answers%s%s, %.1f s", record.round, self.rounds, len(record.cohort), loss, spent,
+                  record.more["seconds"])  # fmt: skip
+
+    def note(self, text: str) -> None:
+        _LOG.info(text.strip())
 
 
 def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> ServerState:
@@ -231,119 +312,9 @@ def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> Ser
         for member in fleet.registry.members:
             if member.joined == done:
                 _LOG.info("%s is client %d", member.name, member.number)
-    return registry.widened(state, fleet.registry.rows)
-
-
-@dataclass
-class _Attempts:
-    """What a round has come to so far, over all attempts; by client."""
-
-    good: dict[int, Reply] = field(default_factory=dict)
-    losses: dict[int, float] = field(default_factory=dict)
-    sent: dict[int, Params] = field(default_factory=dict)
-    counted: dict[int, list[int]] = field(default_factory=dict)
-    """Bytes down and up."""
-    refused: dict[int, str] = field(default_factory=dict)
-    lost: dict[int, str] = field(default_factory=dict)
-    working: float = 0.0
-    """Seconds that the slowest client trained."""
-    waiting: float = 0.0
-
-
-def _collect(fleet: Fleet, setup: Setup, guard: Guard, state: ServerState, now: Moment) -> Answers:
-    """Ask clients until a quorum of good answers is there."""
-    plan, done, began = setup.plan, now.done, time.monotonic()
-    have = _Attempts()
-    for _ in range(plan.repeats + 1):
-        _attempt(fleet, setup, guard, (state, now), have)
-        for client, why in (have.lost | have.refused).items():
-            _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
-        needed = plan.needed(len(have.good | have.lost | have.refused))
-        if len(have.good) >= needed:
-            break
-        _LOG.warning("round %d has %d good answers of %d that it needs", done + 1, len(have.good), needed)
-        fleet.settle(done)
-    else:
-        raise FederationError(
-            f"round {done + 1} had {len(have.good)} good answers in {plan.repeats + 1} attempts, but needs {needed}; "
-            f"the state of round {done} is saved, and flwr run goes on from it"
-        )
-    cohort = sorted(have.good)
-    dense = {client: traffic(params).dense for client, params in have.sent.items()}
-
-    def account() -> Account:
-        return Account(
-            down=sum(down for down, _ in have.counted.values()),
-            up=sum(up for _, up in have.counted.values()),
-            dense_down=sum(dense.values()),
-            dense_up=sum(dense[client] for client in cohort),
-            more={
-                "traffic": {str(client): each for client, each in sorted(have.counted.items())},
-                "rejected": {str(client): why for client, why in sorted(have.refused.items())},
-                "why_lost": {str(client): why for client, why in sorted(have.lost.items())},
-                "seconds": round(time.monotonic() - began, 3),
-                "seconds_waiting": round(have.waiting, 3),
-                "seconds_training": round(have.working, 3),
-            },
-        )
-
-    # In the order of clients, as the simulator has them.
-    replies = [have.good[client] for client in cohort]
-    weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
-    adapted = tree.gather([dict(reply.params) for reply in replies])
-    sent = tree.gather([dict(have.sent[client]) for client in cohort])
-    update = Update(torch.tensor(cohort), adapted, weight, sent)
-    losses = torch.tensor([have.losses[client] for client in cohort], dtype=torch.float64)
-    return Answers(cohort, sorted(have.lost), update, losses, account)
-
-
-def _attempt(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Moment], have: _Attempts) -> None:
-    """Ask those clients of the round that have not answered yet, and check what they answer."""
-    plan, (state, now) = setup.plan, at
-    done = now.done
-    nodes = {n: node for n, node in fleet.trainers(fleet.online()).items() if not guard.excluded(n)}
-    rows = max(int(setup.experiment.clients), fleet.registry.rows)
-    here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
-    asked = [n for n in choose(now.key, done, rows, plan.asked(rows), here).tolist() if n not in have.good]
-    messages = {}
-    for client in asked:
-        if client not in have.sent:
-            have.sent[client] = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
-        params = encode(have.sent[client], half=plan.half)
-        have.counted.setdefault(client, [0, 0])[0] += len(params)
-        order = Order(done, client, int(now.key), setup.spec, plan.half, params=params)
-        messages[client] = (nodes[client], write_order(order))
-    asking = time.monotonic()
-    answers = exchange(
-        fleet.grid, messages, MessageType.TRAIN, round=done + 1, seconds=plan.round_timeout, poll=plan.poll,
-        meanwhile=lambda: fleet.greet(done),
-    )  # fmt: skip
-    have.waiting += time.monotonic() - asking
-    have.lost = {client: why for client, why in have.lost.items() if client not in asked} | answers.lost
-    for client in sorted(answers.content):
-        expected = Expected(client, done + 1, have.sent[client])
-        try:
-            reply, loss, seconds = _checked(guard, expected, answers.content[client], have.counted)
-        except Rejected as error:
-            have.refused[client] = error.reason
-            continue
-        have.good[client], have.losses[client], have.working = reply, loss, max(have.working, seconds)
-        have.refused.pop(client, None)  # it may have been refused in an earlier attempt at this round
-
-
-def _checked(
-    guard: Guard, expected: Expected, content: RecordDict, counted: dict[int, list[int]]
-) -> tuple[Reply, float, float]:
-    """Return an answer that may be aggregated, its loss and the seconds it took; or raise Rejected."""
-    try:
-        about, metrics = read_reply(content)
-        data = payload(content)
-        loss, seconds = float(metrics.get("loss", 0.0)), float(metrics.get("seconds", 0.0))
-    except (FederationError, TypeError, ValueError) as error:
-        raise guard.reject(expected.client, "damaged", str(error)) from None
-    counted[expected.client][1] += len(data)
-    reply = guard.check(expected, round=about.get("round"), samples=metrics.get("rows"), payload=data)
-    return reply, loss if abs(loss) < 1e30 else 0.0, seconds
+                fleet.audit.add("hello", client=member.number, name=member.name, identity=member.identity)
+    # What a client would own, all share where single clients are to be hidden.
+    return state if setup.task.algorithm.privacy is not None else registry.widened(state, fleet.registry.rows)
 
 
 # --- evaluation ----------------------------------------------------------------------------------------------------
@@ -361,22 +332,27 @@ class Tests:
     setup: Setup
     down: int
     """Bytes of the models that they were sent."""
+    turns: Mapping[int, int]
+    """The last round of each client that is part of the server's state."""
+    guard: Guard
+    """Who is excluded, and how many rows each client has claimed."""
 
     def run(self, state: ServerState) -> Tested:
         """Let every client that is there test its own model."""
-        reports, down = _evaluate(self.fleet, self.setup, state)
+        reports, down = _evaluate(self, state)
         self.down += down
         return Tested(_summary(self.setup, state, reports), lambda: _files(self.fleet, self.setup, state, reports))
 
 
-def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> tuple[Reports, int]:
+def _evaluate(tests: Tests, state: ServerState) -> tuple[Reports, int]:
     """Return what clients say of their own models, and the bytes of those."""
+    fleet, setup, turns, guard = tests.fleet, tests.setup, tests.turns, tests.guard
     algorithm, plan, done = setup.task.algorithm, setup.plan, int(state.round)
     fit = methods.traits(setup.experiment.method, setup.experiment.options).admits_by_fitting
     online = fleet.online()
     messages, down = {}, 0
     for node, member in sorted(fleet.present.items(), key=lambda item: item[1].number):
-        if node not in online:
+        if node not in online or guard.excluded(member.number):
             continue
         if member.trains:
             params = algorithm.serve(state.params, torch.tensor(member.number), state.round)
@@ -388,20 +364,27 @@ def _evaluate(fleet: Fleet, setup: Setup, state: ServerState) -> tuple[Reports, 
         data = encode(params, half=plan.half)
         down += len(data)
         whole = fit and not member.trains
-        order = Order(done, member.number, int(state.key), setup.spec, plan.half, whole, data)
+        turn = turns.get(member.number, 0)
+        order = Order(done, member.number, int(state.key), setup.spec, plan.half, whole, turn, data)
         messages[member.number] = (node, write_order(order))
     answers = exchange(
         fleet.grid, messages, MessageType.EVALUATE, round=done, seconds=plan.round_timeout, poll=plan.poll,
         meanwhile=lambda: fleet.greet(done),
     )  # fmt: skip
     reports = {}
+    members = {each.number: each for each in fleet.registry.members}
     for client, content in sorted(answers.content.items()):
+        look = fleet.looks.get(members[client].identity)
+        most = figures.Most(guard.rows.get(client, plan.max_samples), look.rows if look else plan.max_samples)
         try:
-            reports[client] = figures.checked(read_reply(content)[1], plan.limits.max_samples)
+            reports[client] = figures.checked(read_reply(content)[1], most)
         except (ArithmeticError, TypeError, ValueError) as error:
-            answers.lost[client] = str(error)
+            answers.lost[client] = cleaned(error)
+    for client, (counted, own) in figures.loud(reports).items():
+        _LOG.warning("client %d claims %d test rows and counts in means as %d", client, own, counted)
     for client, why in answers.lost.items():
         _LOG.warning("client %d is not evaluated: %s", client, why)
+    fleet.audit.add("figures", round=done, accepted=sorted(reports), refused=answers.lost)
     return reports, down
 
 

@@ -11,7 +11,10 @@ Shape letters: n rows, K classes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..container import read_json
 from ..data import collection
 from ..data.cohort import Pool, pool
 from ..data.formats import npz
@@ -28,14 +32,23 @@ from ..data.formats.files import need_folder
 from ..data.formats.folder import scan
 from ..data.formats.images import Stack, check_size
 from ..data.partition import Federation, federate
-from ..data.source import Source, moments
+from ..data.source import Columns, Source, moments
 from ..runs.run import channels_last, deal
 from ..runs.settings import Experiment, content
 from ..serve.samples import blank, class_names, samples
 from .config import FederationError
+from .message import cleaned
 
 SITES = "sites"
 """Name of the data of a run whose sites have their own."""
+_LONGEST = 1 << 22
+_MOST_CLASSES = 100_000
+_MOST_TOKENS = 1_000_000
+_LARGEST_ROW = 1 << 26
+_LARGEST_SCALE = 1e3
+_FAR = 1e9
+_STRANGE = 100.0
+"""Times that a site's numbers may be larger than those of the median site."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +74,8 @@ class Look:
     std: tuple[float, ...]
     scale: float
     augment: bool
+    tokens: int = 0
+    """Of rows of token ids: the largest + 1."""
 
 
 def look(node: Mapping[str, Any]) -> Look | None:
@@ -77,8 +92,15 @@ def look(node: Mapping[str, Any]) -> Look | None:
         raise FederationError(f"data is {text!r}, which names {len(parts)} datasets, but a site holds one; name one")
     names: tuple[str, ...] = ()
     if parts[0].name == "npz":
-        found = npz.read(npz.find_npz(need_folder(Path(parts[0].path).expanduser())), **parts[0].options)
+        path, options = npz.find_npz(need_folder(Path(parts[0].path).expanduser())), dict(parts[0].options)
+        numbers = options.pop("kind", "auto") == "numbers" or "features" in npz.keys(path)
+        found = npz.read(path, **options)
         x, y, test = found.x, found.y, found.test
+        if x.ndim == 2 and x.dtype.kind in "iu" and not numbers:
+            return Look(
+                rows=len(x), shape=x.shape[1:], dtype="int32", classes=0 if y is None else int(y.max()) + 1, names=(),
+                mean=(0.0,), std=(1.0,), scale=1.0, augment=False, tokens=int(x.max()) + 1,
+            )  # fmt: skip
     elif parts[0].name == "folder":
         rows, split = scan(need_folder(Path(parts[0].path).expanduser()))
         stack = Stack(len(rows), check_size(parts[0].options.get("size")), parts[0].options.get("channels"))
@@ -88,7 +110,7 @@ def look(node: Mapping[str, Any]) -> Look | None:
         x, y = stack.x, np.array([names.index(row.label) for row in rows])
         test = np.array([row.test for row in rows]) if split else None
     else:
-        source = collection.load(text, root).sources[0]
+        source = _numbers(collection.load(text, root).sources[0], text)
         shape, dtype = source.x.shape[1:], str(source.x.dtype)
         return Look(
             rows=len(source.y), shape=shape, dtype=dtype, classes=source.num_classes, names=(), mean=source.mean,
@@ -106,26 +128,112 @@ def look(node: Mapping[str, Any]) -> Look | None:
     )  # fmt: skip
 
 
+def _numbers(source: Source, text: str) -> Source:
+    """Refuse tables and texts: what their columns and words become is learnt of everybody's rows, which nobody sees."""
+    if not isinstance(source.prepare, Columns | None):
+        raise FederationError(
+            f"data is {text!r}, whose columns or words would be learnt on all sites' rows, which no site may see; give "
+            "every site an npz with numbers or token ids that were made by one rule"
+        )
+    return source
+
+
 def write_look(found: Look | None) -> str:
     """Write a look for a message."""
     return "" if found is None else json.dumps(asdict(found))
 
 
-def read_look(text: object) -> Look | None:
-    """Read a look that a site sent, or say that it is none."""
+def read_look(text: object, most: float = 1e9) -> Look | None:
+    """Read a look that a site sent and that may claim so many rows, or say what no honest site says."""
     if not text:
         return None
     try:
-        values = json.loads(str(text))
+        if len(str(text)) > _LONGEST:
+            raise ValueError(f"it has {len(str(text))} characters")
+        values = read_json(str(text))
         lists = {name: tuple(values[name]) for name in ("shape", "names", "mean", "std")}
         found = Look(**{**values, **lists})
-        np.dtype(found.dtype)
-        numbers = (found.rows, found.classes, found.scale, *found.shape, *found.mean, *found.std)
-        if not all(isinstance(each, int | float) and np.isfinite(each) for each in numbers) or min(found.shape) < 1:
-            raise ValueError("a number in it is none")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FederationError(f"what the site says of its rows cannot be read ({error})") from None
+        _check(found, most)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FederationError(f"what the site says of its rows cannot be read ({cleaned(error)})") from None
     return found
+
+
+def _check(look: Look, most: float) -> None:
+    """Refuse numbers that are none, too large or too many."""
+
+    def whole(name: str, value: object, low: int, high: float) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r:.40}, but must be a whole number from {low} to {high:g}")
+
+    whole("rows", look.rows, 1, most)
+    whole("classes", look.classes, 0, _MOST_CLASSES)
+    whole("tokens", look.tokens, 0, _MOST_TOKENS)
+    if not 1 <= len(look.shape) <= 4:
+        raise ValueError(f"shape has {len(look.shape)} axes, but must have 1 to 4")
+    for each in look.shape:
+        whole("an axis of shape", each, 1, _LARGEST_ROW)
+    if math.prod(look.shape) > _LARGEST_ROW:
+        raise ValueError(f"a row has {math.prod(look.shape)} numbers, but may have {_LARGEST_ROW}")
+    if not isinstance(look.dtype, str) or np.dtype(look.dtype).kind not in "uifb":
+        raise ValueError(f"dtype is {look.dtype!r:.40}, but must be one of numbers")
+    for name, values in (("mean", look.mean), ("std", look.std)):
+        if len(values) not in {1, look.shape[0]}:
+            raise ValueError(f"{name} has {len(values)} numbers, but a row has {look.shape[0]} channels")
+        if not all(type(each) in {int, float} and abs(each) <= _FAR for each in values):
+            raise ValueError(f"{name} holds something that is no number from -{_FAR:g} to {_FAR:g}")
+    if len(look.mean) != len(look.std) or min(look.std) < 0:
+        raise ValueError("std must have as many numbers as mean, and none below 0")
+    if type(look.scale) not in {int, float} or not 1 / _FAR <= look.scale <= _LARGEST_SCALE:
+        raise ValueError(f"scale is {look.scale!r:.40}, but must be a number above 0, at most {_LARGEST_SCALE:g}")
+    if len(look.names) > _MOST_CLASSES or list(look.names) != sorted({cleaned(each) for each in look.names}):
+        raise ValueError("its classes' names are not sorted, each once, of at most 200 printable characters")
+    if type(look.augment) is not bool:
+        raise ValueError("augment must be true or false")
+
+
+def misfits(looks: Mapping[str, Look], classes: int = 0) -> dict[str, str]:
+    """Return the sites whose rows cannot go with the others', by name, and why: most sites decide.
+
+    Where no form of rows has more sites than every other, nobody is a misfit; `agree` then says what differs.
+    """
+    forms = Counter(_form(each) for each in looks.values()).most_common(2)
+    if len(forms) > 1 and forms[0][1] == forms[1][1]:
+        return {}
+    usual = {name: each for name, each in looks.items() if _form(each) == forms[0][0]}
+    length = np.median([_reach(each) for each in usual.values()])
+    found = {}
+    for name, each in looks.items():
+        if name not in usual:
+            found[name] = (
+                f"{name} has rows of shape {each.shape} and type {each.dtype}, but most sites of {forms[0][0][0]} and "
+                f"{forms[0][0][1]}"
+            )
+        elif classes and not each.names and each.classes > classes:
+            found[name] = f"{name} has label {each.classes - 1}, but classes is {classes}"
+        elif len(usual) > 2 and _reach(each) > _STRANGE * max(length, 1e-9):  # of two, neither is the strange one
+            found[name] = f"{name} has rows {_reach(each) / max(length, 1e-9):.3g} times as large as the others'"
+    return {} if len(found) == len(looks) else found
+
+
+def _form(look: Look) -> tuple[tuple[int, ...], str, bool, float]:
+    return look.shape, "token ids" if look.tokens else look.dtype, bool(look.names), look.scale
+
+
+def _reach(look: Look) -> float:
+    """Return the largest number that a site's mean and spread speak of."""
+    return max(abs(mean) + std for mean, std in zip(look.mean, look.std, strict=True))
+
+
+def check_fit(look: Look, takes: Source, classes: Sequence[str]) -> None:
+    """Refuse a site whose rows the model of a run that is under way does not take."""
+    shape, dtype = takes.x.shape[1:], str(takes.x.dtype)
+    if (look.shape, look.dtype) != (shape, dtype):
+        raise FederationError(f"it has rows of shape {look.shape} and type {look.dtype}, but the run {shape}, {dtype}")
+    if look.tokens > takes.tokens:
+        raise FederationError(f"it has the token id {look.tokens - 1}, but the run knows {takes.tokens} ids")
+    if look.classes > len(classes) or not set(look.names) <= set(classes):
+        raise FederationError(f"it has classes that are none of the {len(classes)} of the run")
 
 
 def agree(looks: Mapping[str, Look], classes: int = 0) -> tuple[Source, list[str]]:
@@ -162,9 +270,17 @@ def agree(looks: Mapping[str, Look], classes: int = 0) -> tuple[Source, list[str
     takes = Source(
         name=SITES, x=np.empty((0, *first.shape), first.dtype), y=none, num_classes=count, test=None, client=None,
         mean=tuple(pooled.tolist()), std=tuple(spread.tolist()), scale=first.scale,
-        augment=all(each.augment for _, each in everyone),
+        augment=all(each.augment for _, each in everyone), tokens=max(each.tokens for _, each in everyone),
     )  # fmt: skip
     return takes, names or [str(label) for label in range(count)]
+
+
+def fingerprint(site: Site) -> bytes:
+    """Return a hash of a site's rows and labels, by which the site itself notices that they are others."""
+    found, source = hashlib.sha256(), site.pool.federation.source
+    for part in (source.x, source.y):
+        found.update(np.ascontiguousarray(part).data)
+    return found.hexdigest().encode()
 
 
 def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source, list[str]]:
@@ -172,7 +288,7 @@ def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source
     data = collection.load(text, root)
     if len(data.sources) > 1:
         raise FederationError(f"data is {text!r}, but a federation trains on one dataset; name one")
-    source = data.sources[0]
+    source = _numbers(data.sources[0], text)
     return data, replace(blank(source), name=text), class_names(text, source)
 
 

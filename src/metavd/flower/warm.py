@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import compat
@@ -27,6 +28,10 @@ from .parent import die_with
 
 POLL = "METAVD_POLL"
 """Environment variable: seconds between two looks for messages."""
+APPS = "METAVD_APPS"
+"""Environment variable: file with the hashes of apps that may bring code of their own to the server."""
+APPS_FILE = "apps.txt"
+"""Its name, beside the database."""
 _INTERVAL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 _HEARTBEAT = 10
 """Seconds, Flower's least; a SuperLink takes a node that is silent for two of them as gone, and not before."""
@@ -40,8 +45,12 @@ _LOG = logging.getLogger("flwr")
 # --- the executor ----------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class ForkExecutor:
     """Runs each task in a fork of this process."""
+
+    after: Callable[[], None] | None = None
+    """Called when the last task that was under way has ended."""
 
     def get_eligible_capacity(self, supported_task_types: set[Any], **_: Any) -> tuple[set[Any], set[str]]:
         """Take any task: a SuperNode gives one at a time."""
@@ -61,20 +70,22 @@ class ForkExecutor:
 
     def reconcile(self) -> None:
         """Let go of children that have finished."""
+        ended = False
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+                ended = True
         except ChildProcessError:
-            pass
+            if ended and self.after:
+                self.after()
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 def _do(spec: Any, parent: int) -> None:
-    from .client import app  # noqa: PLC0415
+    from . import apps, client, server  # noqa: PLC0415
 
-    compat.run_task(spec, parent, app)
+    compat.run_task(spec, parent, client.app, server.app, apps.is_ours)
 
 
 def _to_the_end(work: Callable[[], None]) -> None:
@@ -93,19 +104,21 @@ def _to_the_end(work: Callable[[], None]) -> None:
         os._exit(status)
 
 
-def execute(address: str, parent: int, config: str, authority: str) -> None:
+def execute(address: str, parent: int, config: str, authority: str, database: str) -> None:
     """Do the tasks that a SuperNode or SuperLink has, until its process is gone."""
     die_with(parent)
-    from . import client, server  # noqa: F401, PLC0415 - before the first fork, so that no child needs to import them
+    from . import apps, client, server  # noqa: F401, PLC0415 - before the first fork: no child needs to import them
 
     if "partition-id" in config:  # a share of a dataset, most likely of the digits that come with scikit-learn
         import sklearn.datasets  # noqa: F401, PLC0415
-    compat.run_executor(ForkExecutor(), address, parent=parent, authority=authority)
+    executor = ForkExecutor((lambda: apps.tidy(database)) if database else None)
+    compat.run_executor(executor, address, parent=parent, authority=authority)
 
 
-def beside(address: str, *, config: str = "", authority: str = "") -> None:
+def beside(address: str, *, config: str = "", authority: str = "", database: str = "") -> None:
     """Keep an executor running as long as this process lives."""
-    command = [sys.executable, "-m", "metavd.flower.warm", "--execute", address, str(os.getpid()), config, authority]
+    command = [sys.executable, "-m", "metavd.flower.warm", "--execute", address, str(os.getpid()), config, authority,
+               database]  # fmt: skip
     environment = {**os.environ, _INTERVAL: os.environ.get(_INTERVAL, os.environ.get(POLL, "0.2"))}
 
     def keep() -> None:
@@ -150,18 +163,29 @@ def insisting(activate: Callable[..., Any], seconds: float = _PATIENCE) -> Calla
         while True:
             try:
                 return activate(client, request)
-            except HTTPStatusError:
+            except HTTPStatusError as error:
                 if time.monotonic() > ends:
                     raise
-                _LOG.warning("the SuperLink does not let this node in: its key is not registered, or it was killed "
-                             "a moment ago and still counts as online; trying again")  # fmt: skip
+                _LOG.warning("%s; trying again", refusal(error))
                 time.sleep(3)
 
     return ask
 
 
+def refusal(error: Any) -> str:
+    """Return the sentence of a SuperLink that does not let a node in: of metavd's door, or what Flower's means."""
+    try:
+        said = str(error.response.json()["detail"])
+    except (AttributeError, ValueError, KeyError, TypeError):
+        said = ""
+    if said.startswith("metavd "):
+        return said
+    return "the SuperLink does not let this node in: it was killed a moment ago and still counts as online"
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Run flower-supernode with these arguments and an executor beside it."""
+    """Run flower-supernode with these arguments and an executor beside it; what it writes is its user's alone."""
+    os.umask(0o077)
     beside(f"127.0.0.1:{value_of(arguments, '--port', '9094')}", config=value_of(arguments, "--node-config"))
     poll = float(os.environ.get(POLL, "1"))
     _to_the_end(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import random
 import signal
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 
+from metavd.container import read_json
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.cohorts import round_of
 from metavd.engine.rounds import Transport
 from metavd.engine.rounds import rounds as every
-from metavd.flower import server
+from metavd.flower import audit, server
 from metavd.flower.config import FederationError, plan
 from metavd.runs.run import prepare, start
 from metavd.runs.settings import Experiment, with_settings
@@ -109,7 +111,8 @@ def prepared(method: str, seed: int, rounds: int, clients: int) -> Any:
     """Return the simulator's own setup of the same run."""
     words = dict(word.split("=") for word in METHODS[method].split())
     settings = {"method": method, "seed": seed, "rounds": rounds, "data": "digits", "clients": clients,
-                "cohort": clients, "unseen": 0, "device": "cpu", "backend": "loop", **words}  # fmt: skip
+                "cohort": clients, "unseen": 0, "max_share": 2.0, "device": "cpu", "backend": "loop",
+                **words}  # fmt: skip
     return prepare(with_settings(Experiment(), settings))
 
 
@@ -195,7 +198,7 @@ def rehearse(trial: Trial) -> Outcome:
         finished = not hang and store.is_finished()
         found = store.read_result()["model_sha256"] if finished else "no result"
         wrong = found != wanted(trial.method, trial.seed, cohorts(trial))
-        complaints += _recorded(trial, lines) if finished else []
+        complaints += [*_recorded(trial, lines), *forged(folder)] if finished else []
     return Outcome(trial, bool(stage.struck), hang, wrong, lost, tuple(complaints), starts, time.monotonic() - began)
 
 
@@ -209,6 +212,35 @@ def _recorded(trial: Trial, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     line = lines[trial.round - 1]
     if trial.fault.named and str(trial.client) not in line["rejected"] | line["why_lost"]:
         yield f"round {trial.round} does not name client {trial.client}"
+
+
+def forged(folder: Path, *, chain: bool = True) -> Iterator[str]:
+    """Say what is wrong with the figures and the audit log of a finished run."""
+    for path in [*folder.glob("*.json"), folder / "rounds.jsonl"]:
+        try:
+            for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+                read_json(text)
+        except ValueError as error:
+            yield f"{path.name}: {error}"
+    test = Store(folder).read_result()["test"]
+    for name, most in (("accuracy", 1.0), ("nll", 28.0), ("brier", 2.0), ("ece", 1.0)):
+        if not 0 <= (test.get(name) or 0.0) <= most:
+            yield f"{name} is {test[name]}"
+    log = folder / audit.FILE
+    try:
+        audit.verify(log, Store(folder).read_result()["audit"] if chain else "")
+    except audit.BrokenAuditError as error:
+        if chain:
+            yield str(error)
+        return
+    last = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "figures"][-1]
+    silent = set(map(str, range(CLIENTS))) - set(map(str, last["accepted"])) - last["refused"].keys()
+    here = {str(line["client"]) for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "hello"}
+    gone = {
+        str(line["client"]) for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "excluded"
+    }
+    if silent & here - gone and not all(last["refused"].values()):
+        yield f"clients {sorted(silent)} have neither figures nor a reason"
 
 
 def trials(repeats: int, seed: int, faults: Sequence[Fault]) -> Iterator[Trial]:

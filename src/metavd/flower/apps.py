@@ -1,0 +1,55 @@
+"""Which apps a server runs, and what it leaves in its database afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import sqlite3
+import tomllib
+import zipfile
+from pathlib import Path
+
+from . import compat
+from .config import SERVER_APP, FederationError
+from .warm import APPS, APPS_FILE
+
+_LOG = logging.getLogger("flwr")
+
+
+def is_ours(fab: bytes) -> bool:
+    """Return whether an app holds nothing but a run config for metavd, so that the metavd that is installed runs.
+
+    Another app runs only if its hash is registered; otherwise FederationError says how to do that.
+    """
+    with zipfile.ZipFile(io.BytesIO(fab)) as files:
+        parts = tomllib.loads(files.read("pyproject.toml").decode())["tool"]["flwr"]["app"]["components"]
+        if set(files.namelist()) <= {"pyproject.toml", ".info/CONTENT"} and parts["serverapp"] == SERVER_APP:
+            return True
+    found, path = hashlib.sha256(fab).hexdigest(), Path(os.environ.get(APPS, APPS_FILE))
+    if found not in (path.read_text().split() if path.exists() else ()):
+        raise FederationError(
+            f"the app {found} brings code of its own and is not registered here; metavd federate allow registers it"
+        )
+    return False
+
+
+def allow(app: Path, path: Path) -> str:
+    """Register an app, a folder, by its hash, and return that; SuperLinks with this file run it from then on."""
+    found = compat.app_hash(app)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
+        file.write(found + "\n")
+    return found
+
+
+def tidy(database: str) -> None:
+    """Let nothing of what nodes sent stay in the database and its log, once the run has ended and Flower forgot it."""
+    try:
+        with contextlib.closing(sqlite3.connect(database, timeout=10)) as link:
+            link.execute("VACUUM")
+            link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        _LOG.warning("%s is not tidied: %s", database, error)
