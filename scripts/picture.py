@@ -71,7 +71,7 @@ def learned_rates(store: Store) -> np.ndarray:
     if found is None:
         raise SystemExit(f"{store.folder} has no checkpoint")
     state, _ = found
-    noise = setup.algorithm.noise
+    noise = setup.algorithm.posterior
     if noise is None:
         raise SystemExit(f"{config['method']} has no dropout rates")
     each = []

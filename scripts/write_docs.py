@@ -1,4 +1,4 @@
-"""Write docs/methods.md, and the README's table of figures, from what methods, settings and figures say of themselves.
+"""Write docs/methods.md, and the table in docs/figures.md, from what methods, settings and figures say of themselves.
 
 With --check nothing is written, and the exit status is 1 if a page on disk differs.
 """
@@ -17,12 +17,13 @@ import numpy as np
 
 from metavd import arrays, methods
 from metavd.data.collection import collect
+from metavd.errors import SpecError
 from metavd.evaluate.figures import OWN
 from metavd.runs import settings as spec
 from metavd.schema import Option
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, README = ROOT / "docs" / "methods.md", ROOT / "README.md"
+PAGE, FIGURES = ROOT / "docs" / "methods.md", ROOT / "docs" / "figures.md"
 MARKS = (
     "<!-- figures: written by scripts/write_docs.py from src/metavd/evaluate/figures.py -->\n",
     "<!-- end of figures -->",
@@ -122,6 +123,35 @@ def with_trait(trait: str) -> str:
     return ", ".join(f"`{entry.sign}`" for entry in methods.entries().values() if trait in entry.gives)
 
 
+def together() -> str:
+    """Return which parts go with which base, as the catalogue decides it, and what newcomers get."""
+    parts = [each for kind in ("regulariser", "extra") for each in methods.entries(kind).values()]
+
+    def goes(base: str, part: str) -> str:
+        named = [base, part]
+        needed = methods.entries()[part].needs
+        if needed not in {"", *methods.entries()[base].gives} and needed != methods.REGULARISABLE:
+            giver = next((each.name for each in methods.entries("regulariser").values() if needed in each.gives), None)
+            named = [base, *([giver] if giver else []), part]
+        try:
+            methods.check("+".join(named))
+        except SpecError:
+            return ""
+        return "yes"
+
+    rows = [
+        [f"`{each.name}`", *(goes(each.name, part.name) for part in parts), each.newcomer]
+        for each in methods.entries("base").values()
+    ]
+    return table(["base", *(f"`{part.sign}`" for part in parts), "a client that never took part"], rows)
+
+
+def parts() -> str:
+    """Return the parts that names are made of, with what each is."""
+    every = methods.entries().values()
+    return table(["", "part", "what it is"], ([each.kind, f"`{each.sign}`", each.text] for each in every))
+
+
 def page() -> str:
     """Return the whole page."""
     bases, regularisers, extras = (methods.entries(kind).values() for kind in ("base", "regulariser", "extra"))
@@ -140,6 +170,10 @@ method, `metavd methods --json` everything, for programs.
   on {with_trait(methods.REGULARISABLE)}.
 {chr(10).join(f"- `{each.sign}` after {with_trait(each.needs)}." for each in extras)}
 
+{parts()}
+What goes with what, and what a client gets that never took part:
+
+{together()}
 The {len(methods.NAMES)} methods that are listed, and that the tests run by name:
 
 {listed()}
@@ -180,12 +214,12 @@ def measured() -> str:
     return table(["figure", "unit", "better", "over clients", "how to read it"], rows)
 
 
-def readme() -> str:
-    """Return the README with its table of figures as the registry has it."""
-    before, start, rest = README.read_text(encoding="utf-8").partition(MARKS[0])
+def figures() -> str:
+    """Return the page of figures with its table as the registry has it."""
+    before, start, rest = FIGURES.read_text(encoding="utf-8").partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not end:
-        raise SystemExit(f"README.md has lost the marks around its table of figures: {' and '.join(MARKS)}")
+        raise SystemExit(f"docs/figures.md has lost the marks around its table: {' and '.join(MARKS)}")
     return before + start + measured() + end + after
 
 
@@ -193,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the pages; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
-    pages = {PAGE: page(), README: readme()}
+    pages = {PAGE: page(), FIGURES: figures()}
     if not parser.parse_args(argv).check:
         for path, text in pages.items():
             path.write_text(text, encoding="utf-8")

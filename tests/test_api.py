@@ -16,7 +16,7 @@ import metavd
 
 PUBLIC = {
     "Algorithm", "Experiment", "Federation", "Personal", "Source", "__version__", "arrays", "compare", "federate",
-    "from_module", "metrics", "partition", "personalize", "run",
+    "from_module", "metrics", "partition", "personalize", "run", "table",
 }  # fmt: skip
 
 
@@ -59,8 +59,8 @@ def test_model_with_chosen_layers() -> None:
     x = np.random.default_rng(1).normal(size=(100, 3))
     source = metavd.arrays(x, (x.sum(1) > 0).astype(int))
     setup = prepare(metavd.Experiment(method="fedavg+vd", clients=3, unseen=1, cohort=2), source, model)
-    assert setup.algorithm.noise is not None
-    assert setup.algorithm.noise.layers == ("0", "2")
+    assert setup.algorithm.posterior is not None
+    assert setup.algorithm.posterior.layers == ("0", "2")
 
 
 def test_pieces_fit_together() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from metavd.cli.tune import Bar
 from metavd.runs.settings import Experiment
-from metavd.studies.tune import plan
+from metavd.studies.plan import plan
 
 pytest.importorskip("optuna")
 

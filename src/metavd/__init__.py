@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .data.partition import federate as federate
     from .data.source import Source as Source
     from .data.source import arrays as arrays
+    from .data.table import table as table
     from .evaluate import metrics as metrics
     from .runs.run import run as run
     from .runs.settings import Experiment as Experiment
@@ -45,6 +46,7 @@ _HOMES = {
     "partition": "data",
     "personalize": "serve.personal",
     "run": "runs.run",
+    "table": "data.table",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 

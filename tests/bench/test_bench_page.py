@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from metavd.bench.measure import OURS, BenchError
+from metavd.bench.measure import OURS
 from metavd.bench.page import merged, read, store_figures, table, write_page
+from metavd.errors import UserError
 
 
 def variant(name: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -154,8 +155,20 @@ def test_a_piece_of_another_commit_says_so(tmp_path):
 
 
 def test_nothing_or_nonsense_is_one_sentence(tmp_path):
-    with pytest.raises(BenchError, match="there are no figures in"):
+    with pytest.raises(UserError, match="there are no figures in"):
         write_page(tmp_path / "page.md", tmp_path)
     (tmp_path / "bench-cpu.json").write_text("{")
-    with pytest.raises(BenchError, match=r"bench-cpu\.json holds no figures of a benchmark"):
+    with pytest.raises(UserError, match=r"bench-cpu\.json holds no figures of a benchmark"):
         read(tmp_path)
+
+
+def test_starts_stand_beside_older_figures(tmp_path):
+    """Law: to measure starts alone, on whatever machine, takes no other figure away; the page has a line of them."""
+    start = {"command": "metavd --help", "seconds": 0.123, "machine": "another"}
+    new = found("cpu", machine="another", workloads=[], curves={}, starts=[start])
+    both = merged(found("cpu"), new)
+    assert [each["name"] for each in both["workloads"]] == ["tiny"]
+    (tmp_path / "bench-cpu.json").write_text(json.dumps(both))
+    write_page(tmp_path / "page.md", tmp_path)
+    assert "on another: `metavd --help` 0.12 s." in (tmp_path / "page.md").read_text()
+    assert merged(both, found("cpu"))["starts"] == both["starts"]

@@ -14,7 +14,6 @@ import pytest
 from metavd.bench import measure, whole
 from metavd.bench.measure import (
     OURS,
-    BenchError,
     Pace,
     Variant,
     bench,
@@ -30,6 +29,7 @@ from metavd.bench.measure import (
 )
 from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
 from metavd.cli import main
+from metavd.errors import UserError
 from metavd.runs.run import run
 
 SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
@@ -263,8 +263,27 @@ def test_whole_runs_at_once(orders, tmp_path, monkeypatch):
     assert "clients" in whole_run(settings, 1, tmp_path, lambda _: None)["error"]
 
 
-def test_whole_runs_find_the_kernels_of_a_first_start(orders, monkeypatch):
+class Answered:
+    """A process that has ended with an answer."""
+
+    returncode = 0
+
+    def __init__(self, settings):
+        self.answer = json.dumps({"method": settings["method"], "rounds": settings["rounds"], "start_s": 1.0})
+
+    def communicate(self):
+        return self.answer, ""
+
+
+def test_whole_runs_find_the_kernels_of_a_first_start(monkeypatch):
     """Law: a method's first start meets an empty cache and is told; its whole runs share that cache, and no other's."""
+    orders = []
+
+    def started(order, cache):
+        orders.append((order["settings"], cache))
+        return Answered(order["settings"])
+
+    monkeypatch.setattr(measure, "_started", started)
     monkeypatch.setattr(whole, "RUNS", (("fedavg", 1), ("reptile", 1), ("fedavg", 2)))
     found = list(whole_runs("nowhere", lambda _: None, quick=True))
     assert [(each["method"], each["at_once"], each["rounds"], "cold_s" in each) for each in found] == [
@@ -277,7 +296,7 @@ def test_whole_runs_find_the_kernels_of_a_first_start(orders, monkeypatch):
 
 def test_without_a_gpu_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BenchError, match="no CUDA GPU here; use --device cpu"):
+    with pytest.raises(UserError, match="no CUDA GPU here; use --device cpu"):
         bench("cuda")
 
 
@@ -297,3 +316,13 @@ def test_the_command_prints_stores_and_writes(monkeypatch, tmp_path: Path, capsy
     page.unlink()
     main(["bench", "--render", "--json", str(store), "--page", str(page)])
     assert page.read_text() == before
+
+
+def test_starts_are_the_best_of_five(monkeypatch):
+    """Law: each command is called five times, and the shortest time counts; what was measured before stays."""
+    calls, clock = [], iter(range(1000))
+    monkeypatch.setattr(measure.subprocess, "run", lambda words, **_: calls.append(words[-1]))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) ** 2)
+    found = measure.starts(lambda _: None, quick=False)
+    assert calls == [words for words in measure.STARTS for _ in range(5)]
+    assert [each["seconds"] for each in found] == [1, 21, 41]

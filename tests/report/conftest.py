@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from metavd import compare
+from metavd import arrays, compare
 from metavd.report.page import write_report
 
 METHODS = ("fedavg", "reptile", "reptile+metavd+drop")
@@ -45,6 +46,21 @@ def page(runs, tmp_path_factory) -> Path:
         assert write_report([runs / "fedavg", runs / METHODS[2]], folder / "report.html", command="metavd report") == []
 
     return once("page", tmp_path_factory, make) / "report.html"
+
+
+@pytest.fixture(scope="session")
+def named(tmp_path_factory) -> Path:
+    """Runs of three clients with names, none of them unseen, of two methods that train alike."""
+
+    def make(folder: Path) -> None:
+        rng = np.random.default_rng(0)
+        y = np.arange(60) % 2
+        who = np.array(["north", "south", "west"])[np.arange(60) // 20]
+        source = arrays(rng.normal(size=(60, 4)) + 2 * y[:, None], np.array(["ill", "well"])[y], client=who)
+        settings = {"rounds": 4, "eval_every": 2, "local_epochs": 1, "width": 8, "unseen": 0}
+        compare(["fedavg", "fedavg+ft"], seeds=1, out=folder, source=source, **settings)
+
+    return once("named", tmp_path_factory, make)
 
 
 @pytest.fixture

@@ -167,6 +167,27 @@ def test_a_method_of_the_legend_can_be_shown_alone(browser, page):
     assert ask(browser, "document.querySelectorAll('.faded').length") == 0
 
 
+@pytest.mark.parametrize(("width", "theme"), [(390, "dark")])
+def test_a_page_without_unseen_clients_shows_names(browser, named, tmp_path, width, theme):
+    """Clients and classes have their names in the table and in figures; no unseen ones; nothing sticks out."""
+    write_report([named], tmp_path / "page.html")
+    show(browser, tmp_path / "page.html", width=width, theme=theme)
+    assert browser.get_log("browser") == []
+    cells = text(browser, "document.querySelectorAll('#clients-table tbody td')")
+    assert cells[::7] == ["north", "south", "west"]
+    assert cells[4].startswith(("ill (", "well ("))
+    drawn = text(browser, "document.querySelectorAll('svg[aria-label^=\"Gain\"] text')")
+    assert {"north", "south", "west"} <= set(drawn)
+    assert "unseen" not in " ".join(
+        text(browser, "document.querySelectorAll('h2, h3, .band, .facts, svg.figure text')")
+    )
+    assert ask(browser, "document.documentElement.scrollWidth") <= width
+    outside = """[...document.querySelectorAll('svg.figure text')].filter(t => {
+        const own = t.getBoundingClientRect(), frame = t.closest('svg').getBoundingClientRect();
+        return own.left < frame.left - 1 || own.right > frame.right + 1; }).map(t => t.textContent)"""
+    assert ask(browser, outside) == [], "a text of a figure is cut off"
+
+
 def test_markup_in_names_does_nothing(browser, runs, edited, tmp_path, monkeypatch):
     """A dataset and a layer called like an attack are shown by name; no element, no dialog, no error comes of it."""
     folder = Path(shutil.copytree(runs / "reptile+metavd+drop" / "seed-0", tmp_path / "run"))

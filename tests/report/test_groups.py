@@ -36,6 +36,15 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(found):
     assert len({each.look.colour for each in groups}) == 3
 
 
+def test_a_setting_that_came_later_makes_a_group_only_where_it_is_used(found):
+    """A run whose config does not know `aggregate` stands with those of the mean; another rule is another row."""
+    old = replace(found[0], config={key: value for key, value in found[0].config.items() if key != "aggregate"})
+    other = replace(changed(found[1], aggregate="median"), seed=7)
+    assert found[0].method == found[1].method
+    groups, _ = group([old, found[1], other])
+    assert [each.name for each in groups] == ["fedavg", "fedavg (aggregate=median)"]
+
+
 def test_how_a_run_was_carried_out_does_not_make_a_group(found):
     """Device, backend and the rhythm of evaluation are not part of what was computed."""
     elsewhere = [changed(run, device="cuda", backend="vmap", eval_every=1, root="/data") for run in found[:1]]
@@ -156,8 +165,8 @@ def test_one_seed_shows_the_interval_over_clients(runs):
 def test_the_best_of_a_column_is_marked_in_its_direction(found):
     """Highest accuracy, lowest NLL; nothing is best where a column has no direction or all look alike."""
     groups, _ = group(found)
-    table = rows(groups, headline_columns())
-    for place, column in enumerate(headline_columns()):
+    table = rows(groups, headline_columns(groups))
+    for place, column in enumerate(headline_columns(groups)):
         values = np.array([float(row[place].value) for row in table])
         marked = [row[place].best for row in table]
         if column.better == 0 or len(set(values)) == 1:

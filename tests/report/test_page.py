@@ -18,6 +18,7 @@ from metavd.cli import main
 from metavd.cli.report import report_command
 from metavd.report.page import write_report
 from metavd.report.read import ReportError
+from metavd.report.summary import NOTHING
 
 EVIL = "<img src=x onerror=alert(1)></script><script>alert(2)</script>'\"&{{ 7*7 }}$x$"
 
@@ -113,13 +114,31 @@ def test_a_page_without_a_baseline_says_so(runs, tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 def test_settings_that_differ_come_first(runs, tmp_path):
-    """A setting stands among those that differ exactly if two methods have it with different values."""
+    """Settings that methods have with different values, and those of adaptation that not all methods have."""
     write_report([runs], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     first, every = text.split("What differs")[1].split("All settings")
     shown = set(re.findall(r'<td class="first">(\w+)</td>', first))
-    assert shown == {"server_lr", "server_momentum"}
+    assert shown == {"server_lr", "server_momentum", "adapt_steps", "newcomer"}
+    assert re.findall(r"<td>(.*?)</td>", first.split("adapt_steps</td>")[1].split("</tr>")[0]) == [NOTHING, "1", "1"]
     assert {"lr", "beta", "clients", "server_lr"} <= set(re.findall(r'<td class="first">(\w+)</td>', every))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_nothing_is_said_of_unseen_clients_where_there_are_none(named, page, tmp_path):
+    """No column, no section, no figure and no word; the page of runs with unseen clients has them all."""
+    write_report([named], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text().split('<script type="application/json"')[0]
+    assert "3 participating clients" in text
+    assert not re.search(r"unseen clients|-unseen|Unseen", text)
+    assert text.count('<th class="band starts"') == 2, "participating clients, and cost"
+    assert "newcomer" not in text.split("What differs")[1].split("All settings")[0]
+    both = page.read_text()
+    assert "8 participating and 3 unseen clients" in both
+    assert both.count('<th class="band starts"') == 3
+    assert {"Reliability, unseen clients", "Unseen clients</th>"} <= set(
+        re.findall(r"Rel.*unseen clients|Uns.*?</th>", both)
+    )
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -166,3 +185,17 @@ def test_runs_of_different_tasks_are_not_passed_off_as_comparable(runs, one, tmp
     text = (tmp_path / "page.html").read_text()
     assert "reptile+metavd+drop (partition=iid)" in text
     assert "No other method was run on the same clients as fedavg." in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_was_spent_of_privacy_stands_in_the_table(one, edited, tmp_path):
+    """A column beside the cost, where a run hides single clients; else none."""
+    page = tmp_path / "page.html"
+    write_report([one], page)
+    assert ">epsilon</th>" not in page.read_text()
+    edited(one / "result.json", lambda value: value.update({"privacy": {"epsilon": 7.987, "delta": 1e-5}}))
+    write_report([one], page)
+    text = page.read_text()
+    assert ">epsilon</th>" in text
+    assert ">7.99" in text
+    assert 'colspan="3">Cost</th>' in text

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from metavd.evaluate.calibration import expected_error, plain, top1
-from metavd.report import curves, personal
+from metavd.report import curves, gains, intervals, personal
 from metavd.report.gains import table
+from metavd.report.groups import gains as gains_over
 from metavd.report.groups import group
 from metavd.report.pictures import INK, Picture, inline, looking_alike, publish
 from metavd.report.read import Bins, read_run, read_runs
@@ -76,6 +77,47 @@ def test_the_table_of_clients_holds_the_lines_of_the_files(runs):
     for column, each in zip(first["methods"], groups, strict=True):
         expected = [round(100 * client.figures["accuracy"], 1) for client in each.runs[0].clients]
         assert column["accuracy"] == expected
+
+
+def test_lines_that_lie_on_each_other_are_drawn_in_turns(named):
+    """Two methods that train alike have the same loss: their dashes fill each other's gaps, their markers alternate."""
+    groups, _ = group(read_runs([named])[0])
+    loss = next(each for each in curves.learning(groups) if each.name == "curve-loss")
+    one, other = loss.figure.axes[0].lines
+    np.testing.assert_array_equal(one.get_ydata(), other.get_ydata())
+    for line in (one, other):
+        piece, gap = line._dash_pattern[1]
+        assert piece == gap
+    assert one._dash_pattern[0] == 0
+    assert other._dash_pattern[0] == pytest.approx(one._dash_pattern[1][0]), "begins where the other's piece ends"
+    places = [set(np.arange(line.get_markevery()[0], 4, line.get_markevery()[1])) for line in (one, other)]
+    assert places == [{0, 2}, {1, 3}]
+    groups = [replace(groups[0], index=index) for index in range(2)]
+    apart = curves._alike([{1.0: 0.0, 2.0: 1.0, 3.0: 0.5}, {1.0: 0.0, 2.0: 0.9, 3.0: 0.4}])
+    assert apart == [[0], [1]]
+    assert curves._alike([{1.0: 0.0, 2.0: 1.0}, {1.0: 0.0, 2.0: 1.0}, {3.0: 0.5}]) == [[0, 1], [0, 1], [2]]
+
+
+def test_clients_with_names_have_a_line_each(named):
+    """Gains of a few named clients stand on lines with their names, at the difference of the two accuracies."""
+    groups, _ = group(read_runs([named])[0])
+    over, _ = gains_over(groups, "fedavg")
+    axes = next(gains.pictures(over, "fedavg")).figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["north", "south", "west"]
+    before, after = ([client.figures["accuracy"] for client in each.runs[0].clients] for each in groups)
+    drawn = {int(line.get_ydata()[0]): line.get_xdata()[0] for line in axes.lines[1:]}
+    assert drawn == pytest.approx({place: 100 * (after[place] - before[place]) for place in range(3)})
+
+
+def test_axes_end_where_the_data_do(runs):
+    """Every value and its interval is inside, unless it is wider than all values; what is empty is less than a half."""
+    groups, _ = group(read_runs([runs])[0])
+    for picture in intervals.pictures(groups):
+        axes = picture.figure.axes[0]
+        left, right = axes.get_xlim()
+        shown = [x for line in axes.lines for x in np.atleast_1d(line.get_xdata()) if left <= x <= right]
+        assert max(shown) - min(shown) > 0.5 * (right - left), picture.name
+        assert all(left <= line.get_xdata()[0] <= right for line in axes.lines if len(line.get_xdata()) == 1)
 
 
 def picture(name: str, text: str = "x") -> Picture:

@@ -383,7 +383,7 @@ def test_several_datasets_train_together_and_are_reported_apart(domains: str, tm
     assert set(result["domains"]) == {"faces", "letters"}
     assert all(0 <= each[part] <= 1 for each in result["domains"].values() for part in ("test", "unseen"))
     assert same(run(source=sources, out=tmp_path / "run", method="reptile+metavd", **settings), result)
-    with pytest.raises(StoreError, match="other settings, data or network"):
+    with pytest.raises(StoreError, match=r"data is faces\+letters there and letters\+faces here"):
         run(source=sources[::-1], out=tmp_path / "run", method="reptile+metavd", **settings)
 
 

@@ -156,13 +156,19 @@ def _hold(folder: Path, entered: multiprocessing.synchronize.Event, leave: multi
         leave.wait(30)
 
 
-def test_one_writer_at_a_time(store: Store) -> None:
-    """Law: a second process is refused while the first lives; the lock of a killed process does not count."""
+def _writing(store: Store) -> multiprocessing.process.BaseProcess:
+    """Return a process that holds the folder's lock."""
     context = multiprocessing.get_context("fork")
     entered, leave = context.Event(), context.Event()
     process = context.Process(target=_hold, args=(store.folder, entered, leave))
     process.start()
     assert entered.wait(30)
+    return process
+
+
+def test_one_writer_at_a_time(store: Store) -> None:
+    """Law: a second process is refused while the first lives; the lock of a killed process does not count."""
+    process = _writing(store)
     before = sorted(os.listdir(store.folder))  # noqa: PTH208
     with pytest.raises(StoreError, match="another process"), store.lock():
         pass
@@ -175,11 +181,7 @@ def test_one_writer_at_a_time(store: Store) -> None:
 
 def test_who_waits_is_told_for_whom_and_goes_on_at_once(store: Store) -> None:
     """Law: with seconds to wait, a second process names the first, waits, and has the folder when the first ends."""
-    context = multiprocessing.get_context("fork")
-    entered, leave = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(store.folder, entered, leave))
-    process.start()
-    assert entered.wait(30)
+    process = _writing(store)
     told: list[str] = []
     with (
         pytest.raises(StoreError, match=rf"another process \({process.pid}\)"),

@@ -1,17 +1,21 @@
 """Trackers: what a run tells them is what TensorBoard reads, also when it was resumed; the run does not notice."""
 
 import re
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metavd import run
+from metavd.cli import main
 from metavd.engine.rounds import InterruptedRun, Silent
+from metavd.errors import UserError
 from metavd.runs.settings import Experiment
 from metavd.runs.store import Store
-from metavd.runs.track import TRACKERS, TrackError, both, numbers
+from metavd.runs.track import TRACKERS, both, numbers
 
 SMALL = {"method": "fedavg", "clients": 6, "unseen": 2, "cohort": 3, "rounds": 4, "eval_every": 2, "local_epochs": 1}
 tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -59,6 +63,63 @@ def test_a_resumed_run_takes_back_what_it_repeats(tmp_path):
     assert steps == [1, 2, 3, 4]
 
 
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of LevelDB's log format, behind 7 bytes of W&B's own: checksum, length, kind and part."""
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack_from("<4xHB", data, place)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def metrics(folder: Path, name: str, tracker: str) -> list[tuple[int, float]]:
+    """Return what MLflow's store or W&B's offline file holds of a curve."""
+    if tracker == "mlflow":
+        from mlflow import MlflowClient
+
+        known = MlflowClient().get_metric_history((folder / "mlflow.txt").read_text(), name)
+        return sorted((each.step, each.value) for each in known)
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    lines = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in log_records(file.read_bytes()):
+            items = {
+                item.key or "/".join(item.nested_key): item.value_json for item in Record.FromString(data).history.item
+            }
+            lines += [(int(items["round"]), float(items[name]))] if name in items else []
+    return lines
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_other_trackers_hold_what_the_run_stored(tracker, tmp_path, monkeypatch):
+    """Offline, every round's loss and every evaluation are the store's, in one run, also when it was resumed."""
+    pytest.importorskip(tracker)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "run"
+    made = TRACKERS[tracker](folder, Experiment())
+    assert not folder.exists(), "a tracker wrote before the run had its folder"
+    run(**SMALL, out=folder, listener=made)
+    result = run(**SMALL | {"rounds": 6}, out=folder, resume=True, listener=TRACKERS[tracker](folder, Experiment()))
+    rounds = Store(folder).read_rounds()
+    expected = [(each["round"], each["loss"]) for each in rounds]
+    assert len(expected) == 6
+    assert metrics(folder, "train/loss", tracker) == [pytest.approx(each) for each in expected]
+    assert metrics(folder, "test/accuracy", tracker)[-1] == (6, pytest.approx(result["test"]["accuracy"]))
+    if tracker == "mlflow":
+        from mlflow import MlflowClient
+
+        known = MlflowClient().get_run((folder / "mlflow.txt").read_text())
+        assert (known.info.status, known.data.params["method"]) == ("FINISHED", "fedavg")
+
+
 def test_all_listeners_hear_the_same_in_order():
     """`both` passes on every call to every listener; of one listener it is that listener."""
 
@@ -98,8 +159,23 @@ def test_the_tracker_of_the_docs_works(tmp_path, monkeypatch):
     assert [line.split()[0] for line in (tmp_path / "run" / "accuracy.txt").read_text().splitlines()] == ["2", "4"]
 
 
-def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):
-    """Without tensorboard the tracker says what to install, before anything is trained."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrackError, match=r"pip install 'metavd\[track\]'"):
-        TRACKERS["tensorboard"](tmp_path, Experiment())
+@pytest.mark.parametrize(
+    ("tracker", "module", "extra"),
+    [("tensorboard", "torch.utils.tensorboard", "track"), ("mlflow", "mlflow", "mlflow"), ("wandb", "wandb", "wandb")],
+)
+def test_a_missing_package_is_one_sentence(tracker, module, extra, tmp_path, monkeypatch):
+    """Without its package a tracker says what to install, before anything is trained."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"--track {tracker} needs .* pip install 'metavd\[{extra}\]'"):
+        TRACKERS[tracker](tmp_path, Experiment())
+
+
+def test_a_tracker_that_is_not_there_is_one_sentence(capsys, monkeypatch, tmp_path):
+    """The sentence names the word and the trackers that there are; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["metavd", "run", "fedavg", "--track", "wandbb", "--out", "out"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "metavd: --track is 'wandbb'; did you mean wandb?\n"
+    assert not list(tmp_path.iterdir())

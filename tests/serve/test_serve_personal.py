@@ -24,13 +24,13 @@ from metavd.data.source import Source, arrays, digits
 from metavd.engine import turn
 from metavd.engine.evaluation import answers
 from metavd.engine.schedule.loop import loop
-from metavd.errors import SpecError
+from metavd.errors import SpecError, UserError
 from metavd.evaluate.metrics import ClientResult
 from metavd.runs.run import run
 from metavd.serve import export
 from metavd.serve import personal as use
 from metavd.serve.personal import Personal, Trained, open_run, personalize, personalize_each
-from metavd.serve.samples import UseError, samples
+from metavd.serve.samples import samples
 
 TINY = {
     "clients": 4,
@@ -128,7 +128,7 @@ def test_whoever_brings_an_unseen_clients_rows_gets_its_model(runs: Runs, method
     assert_same(found["30"], trained, 4)
     assert_same(found["200"], trained, 5)
     assert_same(personalize(trained, f"npz:{tmp_path / 'new.npz'}", client=200), trained, 5)
-    with pytest.raises(UseError, match=r"hold 2 clients \(30, 200\), but one is wanted"):
+    with pytest.raises(UserError, match=r"hold 2 clients \(30, 200\), but one is wanted"):
         personalize(trained, f"npz:{tmp_path / 'new.npz'}")
 
 
@@ -206,7 +206,7 @@ def test_without_a_posterior_there_is_no_information(runs: Runs) -> None:
     """None, and a number of draws is refused."""
     own = personalize(runs("fedavg"), client=0)
     assert own.predict(digits().x[:5]).mutual_information is None
-    with pytest.raises(UseError, match="samples is 3, but fedavg has no posterior"):
+    with pytest.raises(UserError, match="samples is 3, but fedavg has no posterior"):
         own.predict(digits().x[:5], samples=3)
 
 
@@ -225,7 +225,7 @@ def test_images_are_brought_to_the_models_size(runs: Runs) -> None:
         (np.zeros((2, 64), np.uint8), r"shape \(2, 64\), but the model takes at least one row of 1x8x8"),
         (np.zeros((0, 1, 8, 8), np.uint8), r"at least one row"),
     ):
-        with pytest.raises(UseError, match=why):
+        with pytest.raises(UserError, match=why):
             own.predict(x)
 
 
@@ -243,11 +243,11 @@ def test_features_of_another_width_are_refused(features: tuple[Trained, Source])
     """Nothing is cut or filled up; a number that is not finite is named by its row."""
     own = personalize(features[0])
     assert own.predict(np.zeros((2, 3))).probs.shape == (2, 2)
-    with pytest.raises(UseError, match=r"x has shape \(2, 4\), but the model takes at least one row of 3 numbers"):
+    with pytest.raises(UserError, match=r"x has shape \(2, 4\), but the model takes at least one row of 3 numbers"):
         own.predict(np.zeros((2, 4)))
-    with pytest.raises(UseError, match="row 1 that is not a finite float32"):
+    with pytest.raises(UserError, match="row 1 that is not a finite float32"):
         own.predict(np.array([[0, 0, 0], [0, np.inf, 0]]))
-    with pytest.raises(UseError, match="holds uint8, but the model was trained on a float type"):
+    with pytest.raises(UserError, match="holds uint8, but the model was trained on a float type"):
         own.predict(np.zeros((2, 3), np.uint8))
 
 
@@ -262,7 +262,7 @@ def test_features_of_another_width_are_refused(features: tuple[Trained, Source])
     ],
 )
 def test_labels_must_be_the_runs_classes(runs: Runs, y: Any, why: str) -> None:
-    with pytest.raises(UseError, match=why):
+    with pytest.raises(UserError, match=why):
         personalize(runs("reptile"), (digits().x[:3], y))
 
 
@@ -292,7 +292,7 @@ def test_classes_of_folders_are_found_by_their_names(tmp_path: Path) -> None:
     assert rows.files is not None
     assert rows.files[2].startswith("dog/")
     (tmp_path / "new" / "dog").rename(tmp_path / "new" / "horse")
-    with pytest.raises(UseError, match="has a class 'horse', but the model knows bird, cat, dog"):
+    with pytest.raises(UserError, match="has a class 'horse', but the model knows bird, cat, dog"):
         personalize(trained, f"folder:{tmp_path / 'new'}")
 
 
@@ -317,7 +317,7 @@ def test_what_stands_beside_the_rows_must_fit(runs: Runs, tmp_path: Path) -> Non
     x, y = digits().x[:4], digits().y[:4]
     for extra, why in (({"client": np.arange(3)}, r"client of shape \(3,\)"), ({"test": np.zeros(4)}, "test of shape")):
         np.savez(tmp_path / "new.npz", x=x, y=y, **extra)
-        with pytest.raises(UseError, match=why):
+        with pytest.raises(UserError, match=why):
             personalize(runs("reptile"), f"npz:{tmp_path / 'new.npz'}")
 
 
@@ -365,13 +365,13 @@ def test_onnx_has_the_looks_of_one_domain(two: Trained) -> None:
 
 def test_a_domain_must_be_named(two: Trained, runs: Runs) -> None:
     own = personalize(two, client=0)
-    with pytest.raises(UseError, match="domain is not given, but must be one of one, two"):
+    with pytest.raises(UserError, match="domain is not given, but must be one of one, two"):
         own.predict(digits().x[:2])
-    with pytest.raises(UseError, match="domain is 'three', but must be one of one, two"):
+    with pytest.raises(UserError, match="domain is 'three', but must be one of one, two"):
         personalize(two, (digits().x[:2], digits().y[:2]), domain="three")
-    with pytest.raises(UseError, match="label 5 in row 0, but the model knows the classes 0 to 2"):
+    with pytest.raises(UserError, match="label 5 in row 0, but the model knows the classes 0 to 2"):
         personalize(two, (digits().x[:1], [5]), domain="two")
-    with pytest.raises(UseError, match="domain is 'one', but must be left out"):
+    with pytest.raises(UserError, match="domain is 'one', but must be left out"):
         personalize(runs("fedavg"), client=0, domain="one")
 
 
@@ -397,7 +397,7 @@ def test_a_damaged_state_is_not_replaced_by_an_older_one(tmp_path: Path) -> None
     data[-1] ^= 1
     newest.write_bytes(data)
     notes: list[str] = []
-    with pytest.raises(UseError, match=r"the state of round 3 that the run in .* tested is missing or damaged"):
+    with pytest.raises(UserError, match=r"the state of round 3 that the run in .* tested is missing or damaged"):
         open_run(tmp_path / "run", note=notes.append)
     assert "checksum does not match" in notes[0]
     (tmp_path / "run" / "result.json").unlink()
@@ -408,42 +408,42 @@ def test_a_damaged_state_is_not_replaced_by_an_older_one(tmp_path: Path) -> None
 def test_a_run_is_used_only_with_its_own_data_and_network(features: tuple[Trained, Source], tmp_path: Path) -> None:
     """Data and networks from Python are asked for by name; others than the run's are refused."""
     trained, source = features
-    with pytest.raises(UseError, match=r"'mine', which is no dataset's name .* pass them as trained_on="):
+    with pytest.raises(UserError, match=r"'mine', which is no dataset's name .* pass them as trained_on="):
         open_run(trained.folder)
-    with pytest.raises(UseError, match=r"are not those that the run in .* was trained with"):
+    with pytest.raises(UserError, match=r"are not those that the run in .* was trained with"):
         open_run(trained.folder, trained_on=arrays(source.x + 1, source.y, name="mine"))
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
     common = {"source": source, "clients": 4, "unseen": 2, "rounds": 2, "partition": "iid"}
     run(method="reptile+metavd", module=network, out=tmp_path / "run", rate=0.3, **common)
-    with pytest.raises(UseError, match=r"a network of your own, which no folder holds; .* pass it as module="):
+    with pytest.raises(UserError, match=r"a network of your own, which no folder holds; .* pass it as module="):
         open_run(tmp_path / "run", trained_on=source)
     own = personalize(tmp_path / "run", client=5, trained_on=source, module=network)
     folder = own.save(tmp_path / "model")
-    with pytest.raises(UseError, match="pass it as module="):
+    with pytest.raises(UserError, match="pass it as module="):
         Personal.load(folder)
     np.testing.assert_array_equal(
         Personal.load(folder, module=network).predict(source.x[:9]).probs, own.predict(source.x[:9]).probs
     )
     wider = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(UseError, match=r"layer 0 of shape \(5, 3\), but the module's is \(6, 3\)"):
+    with pytest.raises(UserError, match=r"layer 0 of shape \(5, 3\), but the module's is \(6, 3\)"):
         Personal.load(folder, module=wider)
     with torch.no_grad():
         network[2].weight.mul_(2)
-    with pytest.raises(UseError, match="another posterior than the module gives it"):
+    with pytest.raises(UserError, match="another posterior than the module gives it"):
         Personal.load(folder, module=network)
 
 
 def test_wrong_clients_and_folders_are_named(runs: Runs, tmp_path: Path) -> None:
     trained = runs("fedavg")
     for client in (6, -1, "x"):
-        with pytest.raises(UseError, match=r"the run has the clients 0 to 3, and 4 to 5 that never took part"):
+        with pytest.raises(UserError, match=r"the run has the clients 0 to 3, and 4 to 5 that never took part"):
             personalize(trained, client=client)
-    with pytest.raises(UseError, match="client is '3', but the data hold no clients"):
+    with pytest.raises(UserError, match="client is '3', but the data hold no clients"):
         personalize(trained, (digits().x[:2], digits().y[:2]), client=3)
-    with pytest.raises(UseError, match="holds no run and no personalised model"):
+    with pytest.raises(UserError, match="holds no run and no personalised model"):
         personalize(tmp_path)
-    with pytest.raises(UseError, match="names 2 datasets"):
+    with pytest.raises(UserError, match="names 2 datasets"):
         personalize(trained, "digits+mnist")
     (tmp_path / "config.toml").write_text("method = ")
     with pytest.raises(SpecError, match="is not TOML"):
@@ -457,7 +457,7 @@ def test_a_changed_file_is_noticed(runs: Runs, tmp_path: Path, name: str) -> Non
     data = (folder / name).read_bytes()
     changed = {use.WEIGHTS: data[:-1] + bytes([data[-1] ^ 1]), use.CONFIG: data + b"# mine\n"}
     (folder / name).write_bytes(changed.get(name, data.replace(b'"samples": ', b'"samples": 1')))
-    with pytest.raises(UseError, match="holds no sound personalised model"):
+    with pytest.raises(UserError, match="holds no sound personalised model"):
         Personal.load(folder)
 
 
@@ -473,15 +473,15 @@ def test_a_folder_is_written_whole_or_not_at_all(runs: Runs, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
     folder = own.save(tmp_path / "model")
     assert {path.name for path in folder.iterdir()} == {use.WEIGHTS, use.CONFIG, use.ABOUT}
-    with pytest.raises(UseError, match="is there already and not empty"):
+    with pytest.raises(UserError, match="is there already and not empty"):
         own.save(folder)
     about = json.loads((folder / use.ABOUT).read_text())
     assert (about["takes"]["mean"], about["samples"]) == (list(digits().mean), own.about["samples"])
     (folder / use.WEIGHTS).write_bytes(dump(use.MODEL._replace(version=99), own.params))
-    with pytest.raises(UseError, match=r"the model has version 99, and this metavd reads version 2"):
+    with pytest.raises(UserError, match=r"the model has version 99, and this metavd reads version 2"):
         Personal.load(folder)
     (folder / use.WEIGHTS).write_bytes(save(own.params))
-    with pytest.raises(UseError, match="this is not a model of metavd, or one of a version before 2"):
+    with pytest.raises(UserError, match="this is not a model of metavd, or one of a version before 2"):
         Personal.load(folder)
 
 
@@ -539,21 +539,21 @@ def test_safetensors_load_into_a_plain_network(
 def test_export_refuses_what_it_cannot_write(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, and no file: a Gaussian-process tree, an odd ending, packages that are not installed."""
     own = personalize(runs("fedavg"), client=0)
-    with pytest.raises(UseError, match=r"pfedgp answers by Gaussian processes, .* use --format safetensors"):
+    with pytest.raises(UserError, match=r"pfedgp answers by Gaussian processes, .* use --format safetensors"):
         export.export(personalize(runs("pfedgp"), client=0), tmp_path / "model.onnx")
-    with pytest.raises(UseError, match=r"ends in '.bin', but must end in .safetensors or .onnx"):
+    with pytest.raises(UserError, match=r"ends in '.bin', but must end in .safetensors or .onnx"):
         export.export(own, tmp_path / "model.bin")
-    with pytest.raises(UseError, match=r"must end in .onnx"):
+    with pytest.raises(UserError, match=r"must end in .onnx"):
         export.export(own, tmp_path / "model.safetensors", format="onnx")
-    with pytest.raises(UseError, match="lies in a folder that does not exist"):
+    with pytest.raises(UserError, match="lies in a folder that does not exist"):
         export.export(own, tmp_path / "no" / "model.onnx")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        UseError, match=r"needs the package onnxruntime; install it with pip install 'metavd\[export\]'"
+        UserError, match=r"needs the package onnxruntime; install it with pip install 'metavd\[export\]'"
     ):
         export.export(own, tmp_path / "model.onnx")
-    with pytest.raises(UseError, match=r"needs the package pyarrow"):
+    with pytest.raises(UserError, match=r"needs the package pyarrow"):
         export.write_table(tmp_path / "t.parquet", {"row": [0]})
     assert list(tmp_path.iterdir()) == []
 
@@ -563,7 +563,7 @@ def test_a_graph_that_disagrees_is_not_written(runs: Runs, tmp_path: Path, monke
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     monkeypatch.setattr(export, "AGREES", -1.0)
-    with pytest.raises(UseError, match=r"onnxruntime answers .* apart from the model"):
+    with pytest.raises(UserError, match=r"onnxruntime answers .* apart from the model"):
         export.export(personalize(runs("fedavg"), client=0), tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 

@@ -28,10 +28,15 @@ TEST = next(column for column in columns() if column.title == "test accuracy %")
 
 
 def test_the_columns_are_the_headline_figures() -> None:
-    """Law: what every table shows is in this one, of both groups of clients, with the traffic."""
-    assert [column.title for column in columns()] == [
+    """Law: what every table shows is in this one, of both groups of clients, with the traffic; and privacy if any."""
+    usual = [
         "test accuracy %", "unseen accuracy %", "test NLL", "unseen NLL", "test ECE %", "unseen ECE %", "MB sent",
     ]  # fmt: skip
+    rows = {"fedavg": summarize_runs([fake(0.5)])}
+    assert [column.title for column in columns(rows)] == usual
+    rows["fedavg+dp"] = summarize_runs([fake(0.5) | {"privacy": {"epsilon": 8.0}}])
+    assert [column.title for column in columns(rows)] == [*usual, "epsilon"]
+    assert markdown(rows).splitlines()[2].endswith("| - |")
 
 
 def test_mean_and_interval_over_seeds() -> None:

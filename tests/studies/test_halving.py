@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from metavd.data import partition
+from metavd.errors import UserError
 from metavd.runs import run as runs
 from metavd.runs.settings import Experiment, with_settings
 from metavd.studies import halving
-from metavd.studies.halving import Halving, points, search, space
-from metavd.studies.tune import Dimension, TuneError
+from metavd.studies.halving import Halving, points, search
+from metavd.studies.plan import Dimension, space
 
 SETTINGS = {
     "data": "digits", "clients": 6, "unseen": 2, "cohort": 3, "valid": 0.2, "valid_clients": 3, "model": "mlp",
@@ -114,5 +115,5 @@ def test_points_cover_a_space_evenly():
 
 def test_a_method_without_a_space_is_refused():
     """Where every option is fixed there is nothing to search, and that is said."""
-    with pytest.raises(TuneError, match="nothing to search"):
+    with pytest.raises(UserError, match="nothing is left to search"):
         space(with_settings(asked("fedavg"), {"lr": 0.1}), {})

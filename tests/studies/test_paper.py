@@ -21,7 +21,7 @@ from metavd.studies.paper import carry
 from metavd.studies.paper.carry import run_missing
 from metavd.studies.paper.page import report
 from metavd.studies.paper.plan import needed, store_file
-from metavd.studies.paper.protocol import PaperError, overrides_from, protocol, settings_of
+from metavd.studies.paper.protocol import overrides_from, protocol, settings_of
 from metavd.studies.paper.statistics import table
 from metavd.studies.paper.tables import cells, tables
 
@@ -130,31 +130,31 @@ def test_overrides_from_a_file(tmp_path: Path) -> None:
         "reptile+metavd@cifar100": {"beta": 2.0, "width": 256}
     }
     path.write_text("beta = 2\n")
-    with pytest.raises(PaperError, match=r"beta in .* is 2, but must be a table"):
+    with pytest.raises(SpecError, match=r"beta in .* is 2, but must be a table"):
         overrides_from(path)
     path.write_text("beta = ")
-    with pytest.raises(PaperError, match="are not TOML"):
+    with pytest.raises(SpecError, match="is not TOML"):
         overrides_from(path)
-    with pytest.raises(PaperError, match="cannot read the overrides"):
+    with pytest.raises(SpecError, match="cannot read the overrides"):
         overrides_from(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({"scale": "smok"}, PaperError, "scale is 'smok'; did you mean smoke?"),
-        ({"test_rows": "consistant"}, PaperError, "did you mean consistent?"),
-        ({"last": 3}, PaperError, "last is 3, but must be 1 (the last evaluation) or 5"),
-        ({"seeds": 0}, PaperError, "seeds is 0, but must be a number from 1 on"),
-        ({"seeds": [1, 1]}, PaperError, "different seeds"),
+        ({"scale": "smok"}, SpecError, "scale is 'smok'; did you mean smoke?"),
+        ({"test_rows": "consistant"}, SpecError, "did you mean consistent?"),
+        ({"last": 3}, SpecError, "last is 3, but must be 1 (the last evaluation) or 5"),
+        ({"seeds": 0}, SpecError, "seeds is 0, but must be a number from 1 on"),
+        ({"seeds": [1, 1]}, SpecError, "different seeds"),
         ({"seeds": [-1]}, SpecError, "seed is -1"),
         ({"overrides": {"reptil": {}}}, SpecError, "unknown method 'reptil'"),
-        ({"overrides": {"maml": {"betta": 1}}}, PaperError, "the overrides for maml set 'betta'"),
-        ({"overrides": {"maml": {"beta": 1}}}, PaperError, "the overrides for maml set 'beta'"),
+        ({"overrides": {"maml": {"betta": 1}}}, SpecError, "the overrides for maml set 'betta'"),
+        ({"overrides": {"maml": {"beta": 1}}}, SpecError, "the overrides for maml set 'beta'"),
         ({"overrides": {"maml": {"lr": -1}}}, SpecError, "lr is -1"),
         ({"overrides": {"maml": {"rounds": 0}}}, SpecError, "rounds is 0"),
-        ({"overrides": {"maml": {"seed": 1}}}, PaperError, "set 'seed'"),
-        ({"overrides": {"maml@a@b@c": {}}}, PaperError, "a name is METHOD, METHOD@DATA or METHOD@DATA@PARTITION"),
+        ({"overrides": {"maml": {"seed": 1}}}, SpecError, "set 'seed'"),
+        ({"overrides": {"maml@a@b@c": {}}}, SpecError, "a name is METHOD, METHOD@DATA or METHOD@DATA@PARTITION"),
     ],
 )
 def test_a_wrong_protocol_is_refused(asked: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -304,7 +304,7 @@ def test_a_run_without_data_stops_no_other(tmp_path: Path, runs: Runs) -> None:
 
 
 def test_settings_of_no_cell_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PaperError, match="'rounds' cannot be set for the paper's runs as a whole"):
+    with pytest.raises(SpecError, match="'rounds' cannot be set for the paper's runs as a whole"):
         run_missing(["T2"], tmp_path / "s.jsonl", rounds=3)
 
 
@@ -498,5 +498,5 @@ def test_another_protocol_is_said(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PaperError, match="cannot write the report"):
+    with pytest.raises(SpecError, match="cannot write the report"):
         report(tmp_path / "s.jsonl", tmp_path / "file" / "paper.md", names=["T9"])

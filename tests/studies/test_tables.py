@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from metavd import methods
+from metavd.errors import SpecError
 from metavd.runs.settings import FROM_DATA, Experiment, resolve, with_settings
-from metavd.studies.paper.tables import MEASURES, Cell, Figure, TableError, cells, get, tables
+from metavd.studies.paper.tables import MEASURES, Cell, Figure, cells, get, tables
 
 SPEC = Path(__file__).parents[3] / "shared" / "spec" / "metavd.md"
 
@@ -157,7 +158,7 @@ def test_rows_and_columns_are_found_whatever_their_capitals() -> None:
     ],
 )
 def test_what_is_not_in_the_paper_is_refused(asked: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(TableError, match=re.escape(text)):
+    with pytest.raises(SpecError, match=re.escape(text)):
         cells(*asked)
 
 

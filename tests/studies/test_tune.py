@@ -22,10 +22,12 @@ from metavd.data import partition
 from metavd.data.partition import Federation, sealed
 from metavd.data.source import Source, arrays
 from metavd.engine.rounds import InterruptedRun
+from metavd.errors import UserError
 from metavd.runs.run import Setup, data_of, run
 from metavd.runs.settings import Experiment, from_toml, with_settings
 from metavd.studies import tune as module
-from metavd.studies.tune import Dimension, Plan, TuneError, Unwatched, dimension, name_of, plan, tune
+from metavd.studies.plan import Dimension, Plan, Watcher, dimension, name_of, plan
+from metavd.studies.tune import tune
 
 pytest.importorskip("optuna")
 
@@ -147,7 +149,7 @@ def test_wrong_spaces_are_refused_by_name(search, says):
 )
 def test_wrong_plans_are_refused(settings, says):
     """One sentence, before any data is read."""
-    with pytest.raises(TuneError, match=says):
+    with pytest.raises(UserError, match=says):
         asked(**settings)
 
 
@@ -286,7 +288,7 @@ def test_validation_is_a_fifth_unless_asked():
 # --- a study ---------------------------------------------------------------------------------------------------------
 
 
-class Stopper(Unwatched):
+class Stopper(Watcher):
     """Presses Ctrl-C in the middle of a trial."""
 
     def __init__(self, number: int) -> None:
@@ -326,7 +328,7 @@ def test_more_trials_go_on_and_data_is_read_once(source, tmp_path, monkeypatch):
     lengths = []
     for total in (2, 3, 3):
         ends: list[Any] = []
-        watcher = Unwatched()
+        watcher = Watcher()
         monkeypatch.setattr(watcher, "trial", ends.append)
         history = tune(asked(), out=tmp_path, trials=total, source=source, watcher=watcher)
         lengths.append((len(ends), len(history["trials"])))
@@ -373,7 +375,7 @@ def test_a_diverged_trial_does_not_stop_the_study(source, tmp_path):
     assert states == {(0.1, "finished"), (1e38, "stopped")}
     assert all("NaN" in line["reason"] for line in history["trials"] if line["state"] == "stopped")
     assert from_toml(tmp_path / "a" / "best.toml")["lr"] == 0.1
-    with pytest.raises(TuneError, match=r"none of 2 trials .* came to an end; the last one: round 1: .*NaN"):
+    with pytest.raises(UserError, match=r"none of 2 trials .* came to an end; the last one: round 1: .*NaN"):
         tune(asked(search={"lr": "1e37,1e38"}), out=tmp_path / "b", trials=2, source=source)
     assert not (tmp_path / "b" / "best.toml").exists()
 
@@ -420,7 +422,7 @@ def test_another_study_is_refused(source, tmp_path):
         (asked(metric="accuracy"), source, "metric is 'nll' and not 'accuracy'"),
         (asked(seed=1), source, "seed is 0 and not 1"),
     ):
-        with pytest.raises(TuneError, match=f"holds another study, where {says}"):
+        with pytest.raises(UserError, match=f"holds another study, where {says}"):
             tune(study, out=tmp_path, trials=2, source=given)
     assert snapshot(tmp_path) == before
 
@@ -434,7 +436,7 @@ def test_folders_that_cannot_be_a_study_are_refused(source, tmp_path):
     (tmp_path / "bad" / "study.db").write_bytes(b"no database, but long enough to be taken for one" * 100)
     before = snapshot(tmp_path)
     for name, says in (("mine", "holds no study"), ("file", "cannot write"), ("bad", "study.db cannot be read")):
-        with pytest.raises(TuneError, match=says):
+        with pytest.raises(UserError, match=says):
             tune(asked(), out=tmp_path / name, trials=1, source=source)
     after = snapshot(tmp_path)
     assert {path: data for path, data in after.items() if not path.endswith(".lock")} == before
@@ -460,7 +462,7 @@ def test_wrong_input_leaves_no_folder(source, tmp_path, settings, how, says):
 def test_without_optuna_one_sentence_says_what_to_install(source, tmp_path, monkeypatch):
     """Optuna is an extra: tuning names it, writes nothing; the command line and this module load without it."""
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(TuneError, match=r"pip install 'metavd\[tune\]'"):
+    with pytest.raises(UserError, match=r"pip install 'metavd\[tune\]'"):
         tune(asked(), out=tmp_path / "s", source=source)
     assert not list(tmp_path.iterdir())
     code = "import sys; sys.modules.update(optuna=None, sqlalchemy=None); import metavd.cli, metavd.cli.tune"
@@ -483,7 +485,7 @@ def test_the_name_of_a_study_is_that_of_what_is_asked():
     assert name_of(asked(device="cpu", sampler="random")) == names[0]
 
 
-class Hanger(Unwatched):
+class Hanger(Watcher):
     """Stays in the middle of trial 3 for ever, and leaves a sign of it."""
 
     def __init__(self, sign: Path) -> None:
@@ -499,7 +501,7 @@ def long_study() -> Plan:
     return asked(rounds=12, search={"lr": "0.01..0.5:log"}, prune=False)
 
 
-def work(out: Path, trials: int, watcher: Unwatched) -> None:
+def work(out: Path, trials: int, watcher: Watcher) -> None:
     tune(long_study(), out=out, trials=trials, source=own(), watcher=watcher)
 
 
@@ -523,7 +525,7 @@ def test_killed_studies_lose_nothing_and_two_processes_share_one(source, tmp_pat
     assert [line["state"] for line in before] == ["finished"] * 3
 
     total = 10
-    other = fork.Process(target=work, args=(out, total, Unwatched()))
+    other = fork.Process(target=work, args=(out, total, Watcher()))
     other.start()
     tune(long_study(), out=out, trials=total, source=source)
     other.join(60)
@@ -541,7 +543,7 @@ def test_killed_studies_lose_nothing_and_two_processes_share_one(source, tmp_pat
 def test_jobs_run_side_by_side(source, tmp_path):
     """Two processes of one command give as many trials as one, and the one who started them is told of each."""
     told: list[Any] = []
-    watcher = Unwatched()
+    watcher = Watcher()
     watcher.trial = told.append  # type: ignore[method-assign]
     history = tune(long_study(), out=tmp_path, trials=6, jobs=2, source=source, watcher=watcher)
     assert [line["state"] for line in history["trials"]] == ["finished"] * 6

@@ -28,8 +28,10 @@ from .ours import dealt
 from .workload import CURVES, WORKLOADS, Order, Workload, curve, training_flops
 
 OURS = "metavd"
-WHOLE = "whole"
-"""The part of a benchmark that takes whole runs."""
+WHOLE, START = "whole", "start"
+"""The parts of a benchmark that take whole runs, and the time until a command answers."""
+STARTS = ("--help", "methods", "datasets")
+"""Commands that a person waits for."""
 KEPT = {
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
@@ -43,10 +45,6 @@ _LIMIT = 540.0
 _CLOSE, _MORE = 1.25, 2
 """Whoever is nearly as fast as ours, or faster, runs so many times as often again, and so does ours: a machine's noise
 is as large as such a difference."""
-
-
-class BenchError(UserError):
-    """Why nothing can be measured as asked, in one sentence that says what would be right."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,9 @@ def _has(python: str | None, needs: Sequence[str], name: str) -> str | None:
     try:
         answer = subprocess.run([python, "-c", test], check=False, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"{python} is no Python interpreter that could be started ({error})") from None
+        raise UserError(f"{python} is no Python interpreter that could be started ({error})") from None
     if answer.returncode:
-        raise BenchError(f"{python} cannot import {', '.join(needs)} and torch, which {name} needs")
+        raise UserError(f"{python} cannot import {', '.join(needs)} and torch, which {name} needs")
     return python
 
 
@@ -356,6 +354,20 @@ def _started(order: Mapping[str, Any], cache: Path) -> subprocess.Popen[str]:
         )  # fmt: skip
 
 
+def starts(note: Note, *, quick: bool) -> list[dict[str, Any]]:
+    """Return the seconds after which commands have answered and ended, the best of five."""
+    found = []
+    for words in STARTS:
+        note(f"  metavd {words}")
+        seconds = []
+        for _ in range(1 if quick else 5):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "metavd", words], check=True, capture_output=True)
+            seconds.append(time.perf_counter() - began)
+        found.append({"command": f"metavd {words}", "seconds": min(seconds), "machine": provenance("cpu")["machine"]})
+    return found
+
+
 def bench(
     device: str,
     *,
@@ -369,27 +381,29 @@ def bench(
     note: Note = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure workloads, curves and whole runs on a device; return everything as plain values.
+    """Measure workloads, curves, whole runs and starts on a device; return everything as plain values.
 
     `keep` is given what there is after every piece, so that who stops early keeps something.
     """
     works = {work.name: work for work in WORKLOADS[device]}
-    parts = [*works, *CURVES, *([WHOLE] if device == "cuda" else [])]
+    parts = [*works, *CURVES, WHOLE if device == "cuda" else START]
     unknown = sorted(set(only) - set(parts))
     if unknown:
-        raise BenchError(f"there is no part {unknown[0]!r} on {device}; choose from {', '.join(parts)}")
+        raise UserError(f"there is no part {unknown[0]!r} on {device}; choose from {', '.join(parts)}")
     if WHOLE in only and root is None:
-        raise BenchError("whole runs are of CIFAR-10, but no --root names the folder of its files")
+        raise UserError("whole runs are of CIFAR-10, but no --root names the folder of its files")
     with_settings(Experiment(method="fedavg"), settings or {})
     if device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("device is cuda, but torch finds no CUDA GPU here; use --device cpu")
+        raise UserError("device is cuda, but torch finds no CUDA GPU here; use --device cpu")
     chosen = variants(device, settings or {}, flower, pfl)
-    note("  matrix products")
-    answer = subprocess.run(
-        [sys.executable, "-m", "metavd.bench.peak", device], check=True, capture_output=True, text=True
-    )
-    peaks = json.loads(answer.stdout)
     wanted = set(only) or {*parts} - ({WHOLE} if root is None else set())
+    peaks: dict[str, float] = {}
+    if wanted != {START}:
+        note("  matrix products")
+        answer = subprocess.run(
+            [sys.executable, "-m", "metavd.bench.peak", device], check=True, capture_output=True, text=True
+        )
+        peaks = json.loads(answer.stdout)
     found: dict[str, Any] = {
         "device": device,
         **provenance(device),
@@ -401,7 +415,11 @@ def bench(
         "workloads": [],
         "curves": {},
         "whole": [],
+        "starts": [],
     }
+    if START in wanted:
+        found["starts"] = starts(note, quick=quick)
+        keep(found)
     for name, work in works.items():
         if name in wanted:
             found["workloads"].append(compared(work, device, chosen, peaks, note, quick=quick))

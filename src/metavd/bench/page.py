@@ -12,8 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ..container import write_atomic
+from ..errors import UserError
 from ..report.pictures import RIGHT, logarithmic, looking_alike
-from .measure import BenchError
 from .workload import CURVES
 
 DEVICES = ("cpu", "cuda")
@@ -195,6 +195,10 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
     if found["whole"]:
         text = _WHOLE_TEXT + _of(found["whole"], found["commit"])
         lines += ["", "### Whole runs", "", text, "", _markdown(_whole_rows(found["whole"]))]
+    if found["starts"]:
+        times = ", ".join(f"`{each['command']}` {each['seconds']:.2f} s" for each in found["starts"])
+        text = f"Until a command has answered, best of five, on {found['starts'][0]['machine']}: {times}."
+        lines += ["", "### Start", "", text + _of(found["starts"], found["commit"])]
     for name, points in found["curves"].items():
         text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
         lines += ["", f"### {_AXES[name]}", "", text, "", _markdown(_curve_rows(name, points))]
@@ -213,9 +217,9 @@ def read(folder: Path) -> list[dict[str, Any]]:
         try:
             found.append(_marked(json.loads(path.read_text())))
         except (OSError, ValueError) as error:
-            raise BenchError(f"{path} holds no figures of a benchmark: {error}") from None
+            raise UserError(f"{path} holds no figures of a benchmark: {error}") from None
     if not found:
-        raise BenchError(f"there are no figures in {folder}; metavd bench --page FILE measures them")
+        raise UserError(f"there are no figures in {folder}; metavd bench --page FILE measures them")
     return found
 
 
@@ -225,6 +229,8 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     So a device that is lent for minutes can be measured piece by piece; ratios are of one run all the same.
     """
     new = _marked(new)
+    if old and not any(new[part] for part in ("workloads", "curves", "whole")):  # starts name their machine themselves
+        return {**_marked(old), "starts": new["starts"]}
     if any(old.get(key) != new[key] for key in ("device", "machine", "torch", "quick")):
         return new
     old = _marked(old)
@@ -235,6 +241,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         "workloads": _replaced(old["workloads"], new["workloads"], "name"),
         "curves": {**old["curves"], **new["curves"]},
         "whole": _replaced(old["whole"], new["whole"], "method", "at_once"),
+        "starts": new["starts"] or old["starts"],
     }
 
 
@@ -245,7 +252,8 @@ def _marked(found: Mapping[str, Any]) -> dict[str, Any]:
         return [{"commit": found["commit"], **piece} for piece in pieces]
 
     curves = {name: mark(points) for name, points in found["curves"].items()}
-    return {**found, "workloads": mark(found["workloads"]), "curves": curves, "whole": mark(found["whole"])}
+    lists = {part: mark(found.get(part, ())) for part in ("workloads", "whole", "starts")}
+    return {**found, **lists, "curves": curves}
 
 
 def _replaced(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *keys: str) -> list[Any]:
@@ -259,7 +267,7 @@ def check_place(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is measured for it."""
     folder = next(place for place in path.absolute().parents if place.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise BenchError(f"cannot write {path}: {folder} is no folder that can be written to; name another file")
+        raise UserError(f"cannot write {path}: {folder} is no folder that can be written to; name another file")
 
 
 def store_figures(path: Path, found: Mapping[str, Any]) -> None:

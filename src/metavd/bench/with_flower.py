@@ -14,20 +14,16 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from metavd.bench.plain import images, network, slices, train
-from metavd.bench.workload import Order, Workload, from_json, peak_mb
+from metavd.bench.workload import Order, from_json, peak_mb
 
 _MOST = 12
 """Rounds at most: the number must be said beforehand, and a round may take long."""
 
 
-@cache
-def held_images(work: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows, made once a process."""
-    return images(work)
+held_images = cache(images)  # made once a process
 
 
 def main() -> None:

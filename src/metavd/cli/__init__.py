@@ -1,6 +1,6 @@
 """The command line: reads argv, calls the rest. The only place that knows about terminals and exit statuses.
 
-A command imports what it runs when it runs, so that every --help answers at once.
+A command's module is imported when the command is asked for, and what it works with when it is first used (`later`).
 """
 
 from __future__ import annotations
@@ -9,30 +9,48 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import FailedError, UserError
 from ..version import VERSION
-from .bench import bench_command
-from .catalogue import datasets_command, methods_command
-from .data import data_group
-from .federate import federate_group
-from .halving import tune_all_command
-from .paper import paper_command
-from .report import report_command
 from .terminal import Reporter
-from .train import compare_command, run_command, show_command
-from .tune import tune_command
-from .use import export_command, personalize_command, predict_command
+
+_HOMES = {
+    "run": "train", "compare": "train", "show": "train", "methods": "catalogue", "datasets": "catalogue",
+    "aggregations": "catalogue", "arena": "arena",
+    "data": "data", "tune": "tune", "tune-all": "tune", "personalize": "use", "predict": "use", "export": "use",
+    "report": "report", "paper": "paper", "merge": "merge", "federate": "federate", "bench": "bench",
+}  # fmt: skip
+"""Each command's module, in the order of the help."""
+_HELP = ["-h", "--help"]
 
 
 class _Commands(click.Group):
-    """Commands of which each may be stopped by hand while it still imports; click would print an empty line first."""
+    """Commands that are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the names of all commands."""
+        return sorted(_HOMES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import a command."""
+        if cmd_name not in _HOMES:
+            return None
+        home = import_module(f".{_HOMES[cmd_name]}", __name__)
+        kinds = (f"{cmd_name.replace('-', '_')}_{kind}" for kind in ("command", "group"))
+        found: click.Command = next(getattr(home, name) for name in kinds if hasattr(home, name))
+        if cmd_name != "run" and _ranks()[1] > 1:
+            raise UserError(f"torchrun shares one run among processes: metavd run; start {cmd_name} without it")
+        # A command keeps the help option that it made for its first context, which may have been another's.
+        found.context_settings.setdefault("help_option_names", _HELP)
+        return found
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
+        """Run a command, which may be stopped by hand while it still imports; click would print an empty line first."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -42,7 +60,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": _HELP, "max_content_width": 100},
 )
 @click.version_option(VERSION, prog_name="metavd")
 @click.pass_context
@@ -55,11 +73,13 @@ def cli(context: click.Context) -> None:
     metavd compare fedavg reptile       several methods and seeds, one table
     metavd tune reptile+metavd          search options on validation rows; tune-all: several methods alike
     metavd methods, metavd datasets     what can be trained, and on what
+    metavd aggregations                 how clients' answers can become one
     metavd data show --data cifar10     who would hold what
     metavd show DIR                     a finished run again
     metavd report DIR...                one page of finished runs, with figures
     metavd personalize DIR --data NEW   a model for a new client; then predict, export
     metavd paper T8                     a table of the paper, ours beside theirs
+    metavd merge DIR OTHER...           join what several machines have run
     metavd federate demo                a real federation, with Flower, on this machine
     metavd bench                        how fast it is here, beside other ways
     """  # noqa: D301 - click reads the backspace as "keep these lines"
@@ -67,20 +87,14 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (
-    run_command, compare_command, show_command, methods_command, datasets_command, data_group, tune_command,
-    tune_all_command, personalize_command, predict_command, export_command, report_command, paper_command,
-    federate_group,
-    bench_command,
-):  # fmt: skip
-    cli.add_command(command)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit status 0 only for a finished job, 2 for wrong input, 1 for failure."""
     Reporter.interrupted = False
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    Reporter.quiet = _ranks()[0] > 0
+    if Reporter.quiet:  # torchrun started several of us: the first one speaks, all of them say what made them fail
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
     except click.ClickException as error:
@@ -105,5 +119,13 @@ def _interrupt(*_: object) -> None:
 
 
 def _fail(text: str, status: int) -> None:
-    click.echo(f"metavd: {text}", err=True)
+    if status != 2 or not Reporter.quiet:  # every rank finds the same mistake of a user's
+        click.echo(f"metavd: {text}", err=True)
     sys.exit(status)
+
+
+def _ranks() -> tuple[int, int]:
+    """Return this process's number among those that torchrun started, and how many; 0 and 1 where it started none."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

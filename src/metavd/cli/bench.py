@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.table import Table
 
+from ..errors import UserError
+from . import later
 from .terminal import Reporter, console, settings_of
 
 _STORE = "results"
-
-
 _PLACES = {"--flower-python": "PYTHON", "--pfl-python": "PYTHON", "--root": "DIR", "--json": "FILE"}
 """Options whose values are this machine's own."""
 
@@ -33,8 +36,8 @@ def _shown(arguments: list[str]) -> str:
 
 @click.command("bench")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--only", metavar="A,B",
-              help="Only these: cifar, tiny, cohort, clients, width; on cuda also paper, paper100, whole.")  # fmt: skip
+@click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width; on cpu also start; on "
+              "cuda paper, paper100, whole.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
 @click.option("--json", "place", type=click.Path(dir_okay=False), metavar="FILE",
@@ -55,25 +58,19 @@ def bench_command(
     Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
     clients and the network. Close everything else first: the machine is used whole.
     """
-    import torch
-    from rich.table import Table
-
-    from ..bench.measure import BenchError, bench
-    from ..bench.page import check_place, store_figures, table, write_page
-
-    used = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    used = later.studies_side.device_of(device)
     store = Path(place) if place else (Path(_STORE) / f"bench-{used}.json" if page or render else None)
     for path in (store, Path(page) if page else None):
         if path is not None:
-            check_place(path)
+            later.bench_page.check_place(path)
     if render:
         if page is None:
-            raise BenchError("--render writes a page, but --page names none; for example --page docs/performance.md")
-        write_page(Path(page), store.parent if store else Path(_STORE))
+            raise UserError("--render writes a page, but --page names none; for example --page docs/performance.md")
+        later.bench_page.write_page(Path(page), store.parent if store else Path(_STORE))
         click.echo(f"Written: {page}")
         return
     reporter = Reporter()
-    found = bench(
+    found = later.bench_measure.bench(
         used,
         only=[word.strip() for word in only.split(",")] if only else (),
         quick=quick,
@@ -83,10 +80,20 @@ def bench_command(
         root=root,
         command=_shown(sys.argv[1:]),
         note=reporter.note,
-        keep=partial(store_figures, store) if store else lambda _: None,
+        keep=partial(later.bench_page.store_figures, store) if store else lambda _: None,
     )
+    _print(found)
+    if store is not None:
+        click.echo(f"Figures: {store}")
+    if page is not None and store is not None:
+        later.bench_page.write_page(Path(page), store.parent)
+        click.echo(f"Written: {page}")
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    """Print what was measured."""
     for workload in found["workloads"]:
-        heading, *rows = table(workload)
+        heading, *rows = later.bench_page.table(workload)
         shown = Table(title=workload["name"], title_justify="left")
         for i, name in enumerate(heading):
             shown.add_column(name, justify="right" if i else "left")
@@ -97,11 +104,8 @@ def bench_command(
         for point in points:
             line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]
             click.echo(f"{name} {point['value']:>7,}: {line}")
+    for each in found["starts"]:
+        click.echo(f"{each['command']}: {each['seconds']:.2f} s")
     for each in found["whole"]:
         line = f"{each['seconds']:.1f} s, first round after {each['start_s']:.1f} s" if "seconds" in each else ""
         click.echo(f"whole run of {each['method']}, {each['at_once']} at once: {line or each['error']}")
-    if store is not None:
-        click.echo(f"Figures: {store}")
-    if page is not None and store is not None:
-        write_page(Path(page), store.parent)
-        click.echo(f"Written: {page}")

@@ -1,4 +1,4 @@
-"""metavd methods, datasets."""
+"""metavd methods, datasets, aggregations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from rich.table import Table
 
 from .. import methods as catalogue
 from ..runs.settings import SETTINGS
 from ..schema import Option
+from . import later
 from .terminal import console
 
 
@@ -26,12 +28,11 @@ def methods_command(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(described, indent=2))
         return
-    from rich.table import Table
-
     out = console()
     if name:
         about = described[0]
-        out.print(f"[bold]{about['name']}[/bold]: {about['text']}\n{about['paper']}\n")
+        out.print(f"[bold]{about['name']}[/bold]: {about['text']}\n{about['paper']}")
+        out.print(f"A client that never took part {about['newcomer']}.\n")
         table = Table("option", "default", "meaning", "may be", "paper searched")
         for option in about["options"]:
             table.add_row(option["name"], _text(option["default"]), option["help"], _allowed(option),
@@ -81,30 +82,44 @@ def _given(value: object) -> str:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def datasets_command(as_json: bool) -> None:
     """List the datasets, their options and the settings that each brings."""
-    from ..data.formats import FORMATS
-
     if as_json:
         rows = [
             {
                 "name": info.name, "description": info.description, "defaults": info.defaults,
                 "options": {key: {"default": each.default, "help": each.help} for key, each in info.options.items()},
             }
-            for info in FORMATS.values()
+            for info in later.data_formats.FORMATS.values()
         ]  # fmt: skip
         click.echo(json.dumps(rows, indent=2))
         return
-    from rich.table import Table
-
     table = Table("dataset", "what it is", "its options = defaults", "settings that it brings", show_lines=True)
-    for info in FORMATS.values():
+    for info in later.data_formats.FORMATS.values():
         brings = ", ".join(f"{key}={value}" for key, value in info.defaults.items()) or "what suits its content"
         options = ", ".join(f"{key}={_given(each.default)}" for key, each in info.options.items())
         table.add_row(info.name, info.description, options, brings)
     console().print(table)
     click.echo(
-        "Files are looked for below --root DIR (METAVD_DATA, else data); npz and folder take a path. For example:\n"
+        "Files are looked for below --root DIR (METAVD_DATA, else data); npz, folder, table and text take a path:\n"
         "  --data cifar100   --data celeba:attribute=Male,size=64   --data npz:mine.npz   --data folder:photos\n"
         "  --data celeba+cifar100+mnist   several at once, see domains in metavd methods NAME\n"
         "metavd data fetch NAME downloads; metavd data check PATH says what a path holds; metavd data show draws the "
         "clients."
     )
+
+
+@click.command("aggregations")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def aggregations_command(as_json: bool) -> None:
+    """List the rules by which clients' answers become one."""
+    rules = list(later.core_rules.RULES.values())
+    for sentence in later.core_rules.RULES.broken:
+        click.echo(f"metavd: {sentence}", err=True)
+    if as_json:
+        rows = [{"name": each.name, "text": each.text, "example": each.example} for each in rules]
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("rule", "what it does", "for example")
+    for each in rules:
+        table.add_row(each.name, each.text, f"aggregate={each.example}")
+    console().print(table)
+    click.echo("Rules can follow each other: aggregate=clip+median. docs/aggregation.md says when to use which.")

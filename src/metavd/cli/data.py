@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Table
 
+from . import later
 from .terminal import Reporter, console, experiment_of, how, setting, settings_of, where, words
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-    from rich.table import Table
-
-    from ..data.partition import Federation
 
 
 @click.group("data")
@@ -29,10 +26,6 @@ def data_group() -> None:
               help="Folder to put the files into.")  # fmt: skip
 def fetch_command(name: str, root: str) -> None:
     """Download dataset NAME from its official place; sizes and checksums are verified."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from ..data import formats
-
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=Reporter().err, transient=True)
     tasks: dict[str, TaskID] = {}
@@ -44,7 +37,7 @@ def fetch_command(name: str, root: str) -> None:
         bar.update(tasks[file], completed=done, total=total)
 
     try:
-        paths = formats.fetch(name, root, progress=progress)
+        paths = later.data_formats.fetch(name, root, progress=progress)
     finally:
         bar.stop()
     for path in paths:
@@ -58,9 +51,7 @@ def check_command(path: str) -> None:
 
     The exit status is 2 if something is wrong or nothing was found.
     """
-    from ..data import formats
-
-    report = formats.check(path)
+    report = later.data_formats.check(path)
     click.echo(str(report) or f"{path}: no dataset was found here; metavd datasets lists what is known.")
     if not report.ok:
         sys.exit(2)
@@ -78,32 +69,35 @@ def show_command(
     **given: Any,
 ) -> None:  # fmt: skip
     """Show who would hold what: sizes and labels of the clients, and how far their test rows differ."""
-    from ..data.collection import load
-    from ..data.partition import describe
-    from ..runs.run import complete, deal
-
     names, more = words(given_words)
     if names:
         raise click.UsageError(f"data show takes settings such as clients=20, but got {names[0]!r}")
     experiment = experiment_of(settings_of(config, [*pairs, *more], given), None)
-    data = load(experiment.data, experiment.root, Reporter().note)
-    federation = deal(complete(experiment, data), data)
-    about = describe(federation)
+    data = later.runs_run.data_of(experiment, None, Reporter().note)
+    federation = later.runs_run.deal(later.runs_run.complete(experiment, data), data)
+    about = later.data_described.describe(federation)
     if out is not None:
-        from ..report.clients import draw_clients
-
-        draw_clients(federation, Path(out))
+        later.report_clients.draw_clients(federation, Path(out))
     if as_json:
-        click.echo(json.dumps(about, indent=2))
+        named = {"names": {"clients": federation.names, "classes": federation.source.classes}}
+        click.echo(json.dumps(about | (named if federation.names or federation.source.classes else {}), indent=2))
         return
     console().print(_table(federation, about))
+    if federation.names and len(federation.names) <= later.data_collection.SHOWN:
+        console().print(_people(federation))
     if out is not None:
         click.echo(f"Drawn to {out}")
 
 
-def _table(federation: Federation, about: dict[str, Any]) -> Table:
-    from rich.table import Table
+def _people(federation: later.data_partition.Federation) -> Table:
+    """Return a line for each client, by name."""
+    table = Table("client", "", "training rows", "test rows", "most frequent class")
+    for name, kind, train, test, label, share in later.data_described.people(federation):
+        table.add_row(name, kind, f"{train:,}", f"{test:,}", f"{label} ({share:.0%})")
+    return table
 
+
+def _table(federation: later.data_partition.Federation, about: dict[str, Any]) -> Table:
     source = federation.source
     shape = " x ".join(str(length) for length in source.x.shape[1:])
     title = f"{source.name}: {len(source.y):,} rows of {shape}, {source.num_classes} classes"
@@ -119,7 +113,7 @@ def _table(federation: Federation, about: dict[str, Any]) -> Table:
     both("labels never seen", "absent", "test rows whose label the client has no training row of", ".1%")
     table.add_section()
     for label, key in (
-        ("training rows a client", "train_size"), ("validation rows", "valid_size"), ("test rows", "test_size"),
+        ("training rows per client", "train_size"), ("validation rows", "valid_size"), ("test rows", "test_size"),
         ("classes in training", "train_classes"), ("classes in test", "test_classes"),
     ):  # fmt: skip
         spread = about[key]

@@ -1,27 +1,28 @@
-"""metavd federate demo, run, link, node, app, certificates, key, rekey."""
+"""metavd federate demo, run, link, node, app, allow, certificates, key, rekey, rows, nodes, audit."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
 
 from .. import methods as catalogue
 from ..errors import UserError
+from . import later
 from .terminal import Reporter
 from .train import print_results
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ..flower.local import Local
 
 _PORT = 8000
 
@@ -38,13 +39,12 @@ def federate_group() -> None:
     metavd federate node --data npz:rows.npz ...     a site
     metavd federate app DIR                          tell Flower where the server is, and write a run config
     metavd federate run method=fedavg rounds=10      train, on the server; status 0 only for a finished run
+    metavd federate audit OUT                        verify what a run's log says of its sites
     """  # noqa: D301 - click reads the backspace as "keep these lines"
 
 
 def _ready() -> None:
-    from ..serve.export import need
-
-    need("flwr", "flower", "metavd federate")
+    later.serve_export.need("flwr", "flower", "metavd federate")
 
 
 # --- one machine -----------------------------------------------------------------------------------------------------
@@ -67,9 +67,6 @@ def demo_command(
     results stay.
     """
     _ready()
-    from ..flower.config import plan
-    from ..runs.store import Store
-
     method = catalogue.check(method)
     folder = Path(out) if out else Path("runs") / time.strftime("federation-%Y%m%d-%H%M%S")
     if folder.exists() and any(folder.iterdir()):
@@ -80,26 +77,22 @@ def demo_command(
         "data": "digits", "out": str(folder.resolve()), "join-timeout": 120.0, "round-timeout": 300.0, "eval-every": 1,
         "identity": "name" if insecure else "key",
     }  # fmt: skip
-    plan(config)  # wrong input is found before anything is started
+    later.flower_config.plan(config)  # wrong input is found before anything is started
     reporter = Reporter()
     began = time.monotonic()
-    from ..flower.local import federation
-
     if insecure:
         reporter.note("insecure mode: no TLS, no keys; use it on this machine alone")
     with (
         tempfile.TemporaryDirectory(prefix="metavd-federation-") as scratch,
-        federation(Path(scratch), secure=not insecure) as local,
+        later.flower_local.federation(Path(scratch), secure=not insecure) as local,
     ):
         _start(local, nodes, reporter)
         with _watching(folder, rounds, reporter) as look:
             local.run(config, look)
-    from ..report.page import write_report
-
-    notes = write_report([folder], folder / "report.html", command="metavd federate demo")
+    notes = later.report_page.write_report([folder], folder / "report.html", command="metavd federate demo")
     for note in notes:
         reporter.note(note)
-    print_results([Store(folder).read_result()])
+    print_results([later.runs_store.Store(folder).read_result()])
     click.echo(f"\nFiles: {folder}, with report.html; {time.monotonic() - began:.0f} s, and everything is stopped")
 
 
@@ -108,7 +101,7 @@ def _shown(method: str, rounds: int) -> str:
     return f"rate=0.5 drop_from={rounds // 2}" if catalogue.traits(method).drops_from is not None else ""
 
 
-def _start(local: Local, nodes: int, reporter: Reporter) -> None:
+def _start(local: later.flower_local.Local, nodes: int, reporter: Reporter) -> None:
     names = [f"client-{index}" for index in range(nodes)]
     with reporter.err.status("certificates, keys and the SuperLink"):
         local.link()
@@ -123,11 +116,7 @@ def _start(local: Local, nodes: int, reporter: Reporter) -> None:
 @contextmanager
 def _watching(folder: Path, rounds: int, reporter: Reporter) -> Iterator[Any]:
     """Show the rounds that are finished: a table that grows on a terminal, lines elsewhere."""
-    from rich.live import Live
-
-    from ..runs.store import Store
-
-    store, shown = Store(folder), 0
+    store, shown = later.runs_store.Store(folder), 0
     if not reporter.err.is_terminal:
 
         def lines() -> None:
@@ -160,8 +149,6 @@ def _cells(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
-    from rich.table import Table
-
     waiting = "" if len(records) >= rounds else "; the next one is under way" if records else "; clients are starting"
     table = Table(title=f"{len(records)} of {rounds} rounds{waiting}", title_justify="left")
     blank = {"round": 0, "cohort": [], "loss": None, "down": 0, "up": 0, "seconds": 0.0}
@@ -179,17 +166,21 @@ def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
 @click.argument("folder", type=click.Path(file_okay=False), metavar="DIR")
 @click.option("--host", "hosts", multiple=True, required=True, metavar="NAME",
               help="Name or address by which sites reach the server; repeatable.")  # fmt: skip
+@click.option("--ca-dir", type=click.Path(file_okay=False), metavar="DIR",
+              help="Folder of the authority, on another machine than the server. [default: DIR]")  # fmt: skip
 @click.option("--days", type=click.IntRange(1, 36_500), default=825, show_default=True, help="Until it expires.")
-def certificates_command(*, folder: str, hosts: tuple[str, ...], days: int) -> None:
-    """Make the server's certificate in DIR, and, where there is none yet, the authority that signs it."""
-    _ready()
-    from ..flower import security
+def certificates_command(*, folder: str, hosts: tuple[str, ...], ca_dir: str | None, days: int) -> None:
+    """Make the server's certificate in DIR, and, where there is none yet, the authority that signs it.
 
-    place = Path(folder)
-    security.certificates(
-        place, [*hosts, *(each for each in ("127.0.0.1", "localhost") if each not in hosts)], days=days
-    )
+    With --ca-dir, DIR holds what the server needs (ca.crt, server.crt, server.key), and ca.key stays where it is.
+    """
+    _ready()
+    place, security = Path(folder), later.flower_security
+    names = [*hosts, *(each for each in ("127.0.0.1", "localhost") if each not in hosts)]
+    security.certificates(place, names, authority=None if ca_dir is None else Path(ca_dir), days=days)
     click.echo(f"{place / security.SERVER} for {', '.join(hosts)}; every site needs {place / security.CA}")
+    if (place / security.CA_KEY).exists():
+        click.echo(f"{place / security.CA_KEY} can sign for anybody: keep it off the server (--ca-dir)")
 
 
 @federate_group.command("key")
@@ -197,9 +188,7 @@ def certificates_command(*, folder: str, hosts: tuple[str, ...], days: int) -> N
 def key_command(path: str) -> None:
     """Make a site's key: FILE stays at the site, FILE.pub goes to the server."""
     _ready()
-    from ..flower import security
-
-    public = security.node_key(Path(path))
+    public = later.flower_security.node_key(Path(path))
     click.echo(f"{path} stays here; on the server: flwr supernode register {public.name} NAME-OF-THE-SUPERLINK")
 
 
@@ -209,18 +198,82 @@ def key_command(path: str) -> None:
 @click.argument("public", type=click.Path(), metavar="NEW.pub")
 def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
-    _ready()
-    from ..flower import registry, security
-    from ..runs.store import Store
+    store, path = _registry(folder)
+    with store.lock():
+        known = later.flower_registry.rekeyed(
+            later.flower_registry.load(path),
+            name,
+            later.flower_registry.by_key(later.flower_security.fingerprint(Path(public))),
+        )
+        later.flower_registry.save(path, known)
+        later.flower_audit.note(store.folder, "rekey", client=name, key=Path(public).name)
+    click.echo(f"{path}: client {name} is known by {public} from now on")
 
-    store = Store(Path(folder))
-    path = store.folder / registry.FILE
+
+@federate_group.command("rows")
+@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("name", metavar="CLIENT")
+@click.argument("rows", type=click.IntRange(1, 10**9), metavar="ROWS")
+def rows_command(*, folder: str, name: str, rows: int) -> None:
+    """Let CLIENT (a name or number) of the run in OUT claim up to ROWS rows, while the run is stopped.
+
+    Without it, an answer that claims more rows than the client had before is refused.
+    """
+    store, path = _registry(folder)
+    with store.lock():
+        known = later.flower_registry.with_rows(later.flower_registry.load(path), name, rows)
+        later.flower_registry.save(path, known)
+        later.flower_audit.note(store.folder, "rows", client=name, rows=rows)
+    click.echo(f"{path}: client {name} may claim {rows} rows from now on")
+
+
+@federate_group.command("nodes")
+@click.argument("folder", type=click.Path(), metavar="OUT")
+def nodes_command(*, folder: str) -> None:
+    """List the clients of the run in OUT: names, keys, when each last answered, how often each was refused."""
+    store, path = _registry(folder)
+    offences = later.flower_registry.load_offences(store.folder)
+    rounds = store.read_rounds()
+    seen = {client: line["round"] for line in rounds for client in line["cohort"]}
+    table = Table(box=None)
+    for title in ("client", "name", "known by", "last answer", "refused", "last reason"):
+        table.add_column(title, overflow="fold")
+    for each in later.flower_registry.load(path).members:
+        reasons = [line["rejected"][str(each.number)] for line in rounds if str(each.number) in line["rejected"]]
+        last = f"round {seen[each.number]} of {len(rounds)}" if each.number in seen else "none"
+        known = each.identity if each.trains else f"{each.identity}, never trains"
+        table.add_row(
+            str(each.number), escape(each.name), escape(known), last, str(offences.get(each.number, 0)),
+            escape(reasons[-1] if reasons else ""),
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@federate_group.command("audit")
+@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.option("--head", default="", metavar="HASH", help="Of the last line, as the run's log or result.json has it.")
+def audit_command(*, folder: str, head: str) -> None:
+    """Verify the audit log of the run in OUT: every line as it was written, none missing, moved or put in.
+
+    That lines were cut off at the end is seen only with --head. Exit status 1 names the first line that is wrong.
+    """
+    store, _ = _registry(folder)
+    path = store.folder / later.flower_audit.FILE
+    if not path.exists():
+        raise UserError(f"{path} is not there; it was removed, or the run is older than metavd's audit log")
+    found = later.flower_audit.verify(path, head)
+    torn = f"; {found.torn} bytes of half a line follow, as a process leaves them that is killed" if found.torn else ""
+    click.echo(f"{path}: {found.lines} lines hold together, head {found.head}{torn}")
+
+
+def _registry(folder: str) -> tuple[Any, Path]:
+    """Return the folder of a federation's run, and the file that says who is who."""
+    _ready()
+    store = later.runs_store.Store(Path(folder))
+    path = store.folder / later.flower_registry.FILE
     if not path.exists():
         raise UserError(f"{folder} holds no federation's run; name the folder out of its run config")
-    with store.lock():
-        known = registry.rekeyed(registry.load(path), name, registry.by_key(security.fingerprint(Path(public))))
-        registry.save(path, known)
-    click.echo(f"{path}: client {name} is known by {public} from now on")
+    return store, path
 
 
 @federate_group.command("app")
@@ -233,18 +286,29 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
     click.echo(_write_app(Path(folder)))
     if superlink is not None:
         _ready()
-        from ..flower.local import connection
-        from ..flower.security import CA
-
         if not insecure and certificates is None:
             raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
-        authority = None if insecure else (Path(str(certificates)) / CA).resolve()
+        authority = None if insecure else (Path(str(certificates)) / later.flower_security.CA).resolve()
         home = _flower_home()
         home.mkdir(parents=True, exist_ok=True)
         if (home / "config.toml").exists():
             raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
-        (home / "config.toml").write_text(connection(superlink, authority))
+        (home / "config.toml").write_text(later.flower_local.connection(superlink, authority))
         click.echo(home / "config.toml")
+
+
+@federate_group.command("allow")
+@click.argument("app", type=click.Path(exists=True, file_okay=False), metavar="APP")
+@click.option("--database", type=click.Path(dir_okay=False), default="federation.db", show_default=True,
+              help="Of the server that may run it.")  # fmt: skip
+def allow_command(*, app: str, database: str) -> None:
+    """Let the server run a Flower app with code of its own: register the hash of the folder APP as it is now.
+
+    An app that `metavd federate app` wrote holds no code and needs no registering: the metavd that is installed runs.
+    """
+    _ready()
+    path = Path(database).resolve().with_name(later.flower_warm.APPS_FILE)
+    click.echo(f"{path}: {later.flower_apps.allow(Path(app), path)}")
 
 
 @federate_group.command("run")
@@ -261,25 +325,19 @@ def run_command(*, words: tuple[str, ...], superlink: str) -> None:
     app = Path(words[0]) if words and "=" not in words[0] else None
     given = dict(_pair(word) for word in words[app is not None :])
     config = _app_config(app) | given
-    from ..flower.config import plan
-    from ..runs.store import Store
-
-    chosen = plan(config)  # wrong input is found before anything is started
+    chosen = later.flower_config.plan(config)  # wrong input is found before anything is started
     _need_superlink(superlink)
-    from ..flower.follow import follow
-    from ..flower.local import QUIET
-
     # The SuperLink may have been started in another folder.
     out = str(Path(chosen.out).expanduser().resolve())
     values = {key: getattr(chosen, key.replace("-", "_")) for key in given} | {"out": out}
     with tempfile.TemporaryDirectory(prefix="metavd-app-") as scratch:
         if app is None:
             app = _write_app(Path(scratch))
-        follow(
-            app, values, superlink=superlink, environment={**QUIET, **os.environ},
+        later.flower_follow.follow(
+            app, values, superlink=superlink, environment={**later.flower_local.QUIET, **os.environ},
             show=lambda line: click.echo(line, nl=False),
         )  # fmt: skip
-    print_results([Store(Path(out)).read_result()])
+    print_results([later.runs_store.Store(Path(out)).read_result()])
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -318,11 +376,9 @@ def _flower_home() -> Path:
 
 
 def _write_app(folder: Path) -> Path:
-    from ..flower.config import APP, app_toml
-
-    place = folder / APP
+    place = folder / later.flower_config.APP
     place.mkdir(parents=True, exist_ok=True)
-    (place / "pyproject.toml").write_text(app_toml())
+    (place / "pyproject.toml").write_text(later.flower_config.app_toml())
     return place
 
 
@@ -332,15 +388,17 @@ def _write_app(folder: Path) -> Path:
 @click.option("--port", type=click.IntRange(1, 65_535), default=_PORT, show_default=True)
 @click.option("--database", type=click.Path(dir_okay=False), default="federation.db", show_default=True,
               help="File with the registered keys and the runs.")  # fmt: skip
+@click.option("--connections", type=click.IntRange(1, 65_535), default=128, show_default=True,
+              help="From one address; eight times as many from all together.")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: whoever reaches the port may join.")
-def link_command(*, certificates: str | None, host: str, port: int, database: str, insecure: bool) -> None:
+def link_command(
+    *, certificates: str | None, host: str, port: int, database: str, connections: int, insecure: bool
+) -> None:
     """Serve a federation: a Flower SuperLink, with TLS and for registered nodes only.
 
-    Runs are started and nodes registered from this machine alone, with flwr.
+    Runs are started and nodes registered from this machine alone, by root and the user that this command runs as.
     """
     _ready()
-    from ..flower import link, security
-
     arguments = ["--host", host, "--port", str(port), "--database", str(Path(database).resolve())]
     if insecure:
         Reporter().note("insecure mode: no TLS, no keys; whoever reaches the port may join and read everything")
@@ -348,15 +406,21 @@ def link_command(*, certificates: str | None, host: str, port: int, database: st
     elif certificates is None:
         raise UserError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
     else:
-        names = {"ca-certfile": security.CA, "certfile": security.SERVER, "keyfile": security.SERVER_KEY}
+        names = {
+            "ca-certfile": later.flower_security.CA,
+            "certfile": later.flower_security.SERVER,
+            "keyfile": later.flower_security.SERVER_KEY,
+        }
         for option, name in names.items():
             path = Path(certificates).resolve() / name
             if not path.exists():
                 raise UserError(f"{path} is not there; make it with metavd federate certificates")
             arguments += [f"--ssl-{option}", str(path)]
+        if (Path(certificates) / later.flower_security.CA_KEY).exists():
+            Reporter().note(f"{certificates} has {later.flower_security.CA_KEY}, which belongs on another machine")
         arguments.append("--enable-supernode-auth")
     _quiet(1.0)
-    link.main(arguments)
+    later.flower_link.main(arguments, connections)
 
 
 @federate_group.command("node")
@@ -367,6 +431,7 @@ def link_command(*, certificates: str | None, host: str, port: int, database: st
 @click.option("--name", metavar="NAME", help="How the server's log calls this site.")
 @click.option("--authority", type=click.Path(dir_okay=False), metavar="F", help="The server's ca.crt.")
 @click.option("--key", type=click.Path(dir_okay=False), metavar="FILE", help="What metavd federate key made.")
+@click.option("--policy", type=click.Path(), metavar="FILE", help="What the site allows, see docs/deploy.md.")
 @click.option("--no-train", is_flag=True, help="Be personalised and tested, but never trained with.")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--partition-id", type=int, metavar="I", help="A share of the run's dataset in place of --data.")
@@ -381,10 +446,6 @@ def node_command(
 ) -> None:  # fmt: skip
     """Take part with data that stays here: a Flower SuperNode that runs metavd's code and nobody else's."""
     _ready()
-    from ..flower import warm
-    from ..flower.follow import pairs
-    from ..flower.site import look
-
     values: dict[str, Any] = {name: value for name, value in config.items() if value is not None}
     if no_train:
         values["train"] = False
@@ -394,8 +455,11 @@ def node_command(
         kind, colon, path = str(values["data"]).partition(":")
         if colon and Path(path).expanduser().exists():
             values["data"] = f"{kind}:{Path(path).expanduser().resolve()}"
-    look(values)  # data that cannot be read is better known now than in the first round
-    arguments = ["--superlink", superlink, "--port", str(port), "--node-config", pairs(values)]
+    if "policy" in values:
+        values["policy"] = str(Path(values["policy"]).expanduser().resolve())
+        later.flower_policy.read(values)
+    later.flower_site.look(values)  # data that cannot be read is better known now than in the first round
+    arguments = ["--superlink", superlink, "--port", str(port), "--node-config", later.flower_follow.pairs(values)]
     if insecure:
         Reporter().note("insecure mode: what is sent can be read and changed on its way")
         arguments.append("--insecure")
@@ -404,13 +468,10 @@ def node_command(
     else:
         arguments += ["--root-certificates", authority, "--auth-supernode-private-key", key]
     _quiet(poll)
-    warm.main(arguments)
+    later.flower_warm.main(arguments)
 
 
 def _quiet(poll: float) -> None:
     """Let Flower report to nobody and install nothing, unless the operator has said otherwise."""
-    from ..flower.local import QUIET
-    from ..flower.warm import POLL
-
-    for name, value in {**QUIET, POLL: str(poll)}.items():
+    for name, value in {**later.flower_local.QUIET, later.flower_warm.POLL: str(poll)}.items():
         os.environ.setdefault(name, value)

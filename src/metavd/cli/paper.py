@@ -6,16 +6,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.table import Table
 
-from .terminal import Reporter, at_once, console
-
-if TYPE_CHECKING:
-    from ..studies.paper.plan import Needed, Run
-    from ..studies.paper.protocol import Protocol
-    from ..studies.paper.statistics import Answer, Compared, View
+from ..errors import UserError
+from . import later
+from .terminal import Reporter, at_once, console, sliced
 
 STORE = "results/paper.jsonl"
 PAGE = "docs/paper.md"
@@ -43,6 +41,7 @@ def _list(text: str | None) -> list[str] | None:
 @click.option("--keep", is_flag=True, help="Keep the folders of finished runs there.")
 @click.option("--retry", is_flag=True, help="Run again what diverged.")
 @at_once
+@sliced
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
 @click.option("--out", default=PAGE, show_default=True, type=click.Path(), metavar="F.md", help="Page of the report.")
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
@@ -50,7 +49,7 @@ def _list(text: str | None) -> list[str] | None:
 def paper_command(
     *, what: tuple[str, ...], rows: str | None, columns: str | None, seeds: int, rounds: int, scale: str,
     test_rows: str, last: int, overrides: str | None, store: str, work: str, keep: bool, retry: bool, jobs: int,
-    plan_only: bool, out: str, **runtime: Any,
+    share: later.studies_many.Share | None, plan_only: bool, out: str, **runtime: Any,
 ) -> None:  # fmt: skip
     """Run what the paper's tables need, and set ours beside theirs.
 
@@ -61,18 +60,14 @@ def paper_command(
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
-    from ..studies.paper.plan import needed, store_file
-    from ..studies.paper.protocol import overrides_from, protocol
-    from ..studies.paper.statistics import table as compared
-    from ..studies.paper.tables import get, tables
-
-    chosen = overrides_from(Path(overrides)) if overrides else None
-    how = protocol(
+    chosen = later.paper_protocol.overrides_from(Path(overrides)) if overrides else None
+    how = later.paper_protocol.protocol(
         scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds
-    )  # fmt: skip
+    )
     action = what[0] if what[0] in {"list", "report"} else ""
     names = list(what[1:] if action else what)
-    names = list(tables()) if names == ["all"] or (action and not names) else [get(name).name for name in names]
+    everything = names == ["all"] or (action and not names)
+    names = list(later.paper_tables.tables()) if everything else [later.paper_tables.get(name).name for name in names]
     reporter = Reporter()
     if action == "list":
         _print_list(names, store, how, reporter, in_full=len(what) > 1)
@@ -82,81 +77,74 @@ def paper_command(
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
     if plan_only:
-        _print_plan(needed(names, store, retry=retry, note=reporter.note, **part))
+        _print_plan(later.paper_plan.needed(names, store, retry=retry, note=reporter.note, **part))
         return
-    _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, runtime=runtime)
+    _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, share=share,
+         runtime=runtime)  # fmt: skip
     for name in names:
-        _print_view(compared(name, store, **part))
-    click.echo(f"Finished runs: {store_file(store, scale)}")
+        _print_view(later.paper_statistics.table(name, store, **part))
+    click.echo(f"Finished runs: {later.paper_plan.store_file(store, scale)}")
 
 
-def _report(names: Sequence[str], store: str, how: Protocol, out: Path, reporter: Reporter) -> None:
-    from ..report.paper import draw_paper
-    from ..studies.paper import page as pages
-    from ..studies.paper.statistics import table as compared
-
-    views = [compared(name, store, how=how) for name in names]
+def _report(
+    names: Sequence[str], store: str, how: later.paper_protocol.Protocol, out: Path, reporter: Reporter
+) -> None:
+    views = [later.paper_statistics.table(name, store, how=how) for name in names]
     folder = out.with_name(f"{out.stem}_files")
-    pictures = [(caption, f"{folder.name}/{path.name}") for caption, path in draw_paper(views, folder)]
+    pictures = [
+        (caption, f"{folder.name}/{path.name}") for caption, path in later.report_paper.draw_paper(views, folder)
+    ]
     command = f"metavd {shlex.join(sys.argv[1:])}"
-    pages.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
+    later.paper_page.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
     click.echo(f"Written: {out}" + (f", and figures in {folder}" if pictures else ""))
 
 
 def _run(
     names: Sequence[str], store: str, part: dict[str, Any], reporter: Reporter, *, runtime: dict[str, Any], **how: Any
 ) -> None:
-    from ..studies.paper.carry import run_missing
-    from ..studies.paper.protocol import PaperError
-
-    def progress(run: Run, number: int, total: int) -> None:
+    def progress(run: later.paper_plan.Run, number: int, total: int) -> None:
         reporter.stop()
         reporter.note(f"{number} of {total}: {', '.join(run.cells)}")
 
     given = {key: value for key, value in runtime.items() if value is not None}
     try:
-        outcome = run_missing(names, store, listener=reporter, progress=progress, **part, **how, **given)
+        outcome = later.paper_carry.run_missing(
+            names, store, listener=reporter, progress=progress, **part, **how, **given
+        )
     finally:
         reporter.stop()
     if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
-        raise PaperError(outcome.refused[0][1])
+        raise UserError(outcome.refused[0][1])
 
 
-def _print_list(names: Sequence[str], store: str, how: Protocol, reporter: Reporter, *, in_full: bool) -> None:
-    from rich.table import Table
-
-    from ..studies.paper.plan import needed
-    from ..studies.paper.tables import cells, get
-
+def _print_list(
+    names: Sequence[str], store: str, how: later.paper_protocol.Protocol, reporter: Reporter, *, in_full: bool
+) -> None:
     table = Table("table", "what it is", "cells", "runs done")
     for name in names:
-        shown = get(name)
-        plan = needed([name], store, how=how, note=reporter.note)
+        shown = later.paper_tables.get(name)
+        plan = later.paper_plan.needed([name], store, how=how, note=reporter.note)
         about = shown.title
         if in_full:
             about += f"\nrows: {', '.join(shown.rows)}\ncolumns: {', '.join(shown.columns)}"
         done, missing = len(plan.done), len(plan.missing)
-        table.add_row(name, about, str(len(cells(name))), f"{done} of {done + missing}")
+        table.add_row(name, about, str(len(later.paper_tables.cells(name))), f"{done} of {done + missing}")
     console().print(table)
 
 
-def _print_plan(plan: Needed) -> None:
+def _print_plan(plan: later.paper_plan.Needed) -> None:
     for run in plan.missing:
         click.echo(f"{run.settings.get('method', 'no training')}, seed {run.settings['seed']}: {', '.join(run.cells)}")
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
 
 
-def _print_view(view: View) -> None:
-    from rich.table import Table
-
-    from ..studies.paper.tables import MEASURES
-
+def _print_view(view: later.paper_statistics.View) -> None:
     out = console()
     for column in dict.fromkeys(answer.cell.column for answer in view.answers):
         title = f"{view.table.name}, {column}: {view.table.title}"
         table = Table("", title=title, title_justify="left")
         for figure in view.table.figures:
-            table.add_column(MEASURES[figure].title, justify="right")
+            table.add_column(later.paper_tables.MEASURES[figure].title, justify="right")
             if view.how.scale == "full":
                 table.add_column("paper", justify="right")
                 table.add_column("difference", justify="right")
@@ -171,7 +159,7 @@ def _print_view(view: View) -> None:
         )
 
 
-def _cells(answer: Answer, view: View) -> list[str]:
+def _cells(answer: later.paper_statistics.Answer, view: later.paper_statistics.View) -> list[str]:
     texts = []
     for each in answer.figures:
         texts.append(_ours(each, answer))
@@ -185,7 +173,7 @@ def _cells(answer: Answer, view: View) -> list[str]:
     return texts
 
 
-def _ours(each: Compared, answer: Answer) -> str:
+def _ours(each: later.paper_statistics.Compared, answer: later.paper_statistics.Answer) -> str:
     if each.ours is None:
         return "failed" if answer.failures else "not run"
     return f"{each.ours:.2f}" + ("" if each.half is None else f" ± {each.half:.2f}")

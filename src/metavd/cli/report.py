@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from . import later
 from .terminal import Reporter
 
 
@@ -28,19 +29,16 @@ def report_command(
     The page needs no network and no other file: tables, learning curves, calibration, clients, dropout rates, cost,
     and how to repeat every run.
     """
-    from ..report.page import write_report
-    from ..report.tuning import is_study, write_study
-
     places = [Path(folder) for folder in folders]
     page = Path(out) if out else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))
     reporter = Reporter()
     with reporter.err.status("Reading runs and drawing"):
         command = f"metavd {shlex.join(sys.argv[1:])}"
         drawn = Path(figures) if figures else None
-        if len(places) == 1 and is_study(places[0]):
-            notes = write_study(places[0], page, figures=drawn, command=command)
+        if len(places) == 1 and later.report_tuning.is_study(places[0]):
+            notes = later.report_tuning.write_study(places[0], page, figures=drawn, command=command)
         else:
-            notes = write_report(places, page, figures=drawn, baseline=baseline, command=command)
+            notes = later.report_page.write_report(places, page, figures=drawn, baseline=baseline, command=command)
     for note in notes:
         reporter.note(note)
     click.echo(f"Written: {page}")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .. import methods as catalogue
 from ..errors import SpecError
 from ..runs.settings import SETTINGS, Experiment, from_toml, with_settings
+from . import later
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
     from ..engine.rounds import Record
 
 _WIDE = 120
@@ -28,46 +28,75 @@ _SILENCE = 30.0
 
 def console() -> Console:
     """Return standard output, wide enough for tables where it is no terminal."""
-    from rich.console import Console
-
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=_WIDE)
 
 
-class Reporter:
-    """Tells a person how a run goes: a bar on a terminal, plain lines elsewhere."""
+class Shown:
+    """Lines on standard error, and on a terminal a bar below them."""
+
+    quiet = False
+    """Whether another process speaks for this one."""
+
+    def __init__(self) -> None:
+        self.err = Console(stderr=True, highlight=False, quiet=self.quiet)
+        self.bar: Progress | None = None
+        self.total = 0
+        self.said = time.monotonic()
+
+    def show(self, title: str, total: int, done: int) -> None:
+        """Show the bar, where there is a terminal."""
+        self.stop()
+        if self.err.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(), console=self.err, transient=True,
+            )  # fmt: skip
+            self.bar.add_task(title, total=total, completed=done, text="")
+            self.bar.start()
+
+    def move(self, **fields: Any) -> bool:
+        """Move the bar; False where there is none."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], **fields)
+        return self.bar is not None
+
+    def silent(self) -> bool:
+        """Whether a line is due, so that a log shows that the work goes on."""
+        return time.monotonic() - self.said > _SILENCE
+
+    def note(self, text: str) -> None:
+        """Print a line beside the bar."""
+        self.said = time.monotonic()
+        self.err.print(text, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+class Reporter(Shown):
+    """Tells a person how a run goes."""
 
     interrupted = False
     """Whether the person wants to stop. Python drops an interrupt that meets it in a callback; this word stays."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        self.err = Console(stderr=True, highlight=False)
-        self.bar: Progress | None = None
-        self.task: TaskID | None = None
-        self.total = 0
-        self.began = self.said = 0.0
+        super().__init__()
+        self.began = 0.0
         self.first = 0
         self.accuracy = ""
         self.loss = ""
 
     def start(self, experiment: Experiment, done: int) -> None:
         """Say what begins."""
-        self.stop()
         self.total, self.first, self.accuracy = experiment.rounds, done, ""
-        self.began = self.said = time.monotonic()
+        self.began = time.monotonic()
         title = f"{experiment.method} on {experiment.data}, seed {experiment.seed}"
-        if self.err.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self.bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(), console=self.err, transient=True,
-            )  # fmt: skip
-            self.task = self.bar.add_task(title, total=self.total, completed=done, text="")
-            self.bar.start()
-        else:
+        self.show(title, self.total, done)
+        if self.bar is None:
             self.note(f"{title}: {self.total} rounds" + (f", going on after round {done}" if done else ""))
 
     def round(self, record: Record) -> None:
@@ -75,9 +104,7 @@ class Reporter:
         if Reporter.interrupted:
             raise KeyboardInterrupt
         self.loss = "no answers" if record.loss is None else f"loss {record.loss:.3f}"
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=record.round, text=f"{self.loss}{self.accuracy}")
-        elif time.monotonic() - self.said > _SILENCE:
+        if not self.move(completed=record.round, text=f"{self.loss}{self.accuracy}") and self.silent():
             self._line(record.round, "")
 
     def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
@@ -94,32 +121,25 @@ class Reporter:
             self.stop()
 
     def _line(self, round: int, shown: str) -> None:
-        self.said = time.monotonic()
-        left = (self.said - self.began) / max(round - self.first, 1) * (self.total - round)
+        left = (time.monotonic() - self.began) / max(round - self.first, 1) * (self.total - round)
         self.note(f"  round {round}/{self.total}  {self.loss}  {shown}{left:.0f} s left")
-
-    def note(self, text: str) -> None:
-        """Print a line beside the bar."""
-        self.err.print(text, markup=False, soft_wrap=True)
-
-    def stop(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
 
 
 def settings_of(config: str | None, pairs: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect settings: from the file, over them --set, over them the command's own options."""
-    values = from_toml(Path(config)) if config else {}
+    """Collect settings: from the file, over them --set and the command's own options, which may not contradict it."""
+    values, said = from_toml(Path(config)) if config else {}, dict[str, str]()
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise SpecError(f"--set got {pair!r}, but needs key=value, for example --set lr=0.05")
-        values[key.strip().replace("-", "_")] = value.strip()
+        said[key.strip().replace("-", "_")] = value.strip()
+    values |= said
     given = {key: value for key, value in given.items() if value is not None}
     if "root" in values and click.get_current_context().get_parameter_source("root") is ParameterSource.ENVIRONMENT:
         given.pop("root", None)  # a file's or a setting's word is closer than the environment's
+    for key in given.keys() & said.keys():
+        if str(given[key]) != said[key]:
+            raise SpecError(f"{key} is given twice, as --{key} {given[key]} and as {key}={said[key]}; say it once")
     return values | given
 
 
@@ -175,10 +195,28 @@ shared = adding(
     where,
     how,
     setting("rounds", "N"),
+    setting("weights", "FILE", "drawn by the seed"),
     click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
     setting("device", "D"),
 )
 """What `run` and `compare` share."""
+
+
+def _share(_: click.Context, __: click.Parameter, value: str | None) -> later.studies_many.Share | None:
+    """Read a share of a study, "3/16"; None: all of it."""
+    if value in {None, "1/1"}:
+        return None
+    number, slash, count = str(value).partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= 10**6):
+        raise SpecError(f"--slice is {value!r}, but must be K/N, the K-th of N shares, such as 3/16")
+    return later.studies_many.Share(int(number), int(count))
+
+
+sliced = click.option(
+    "--slice", "share", callback=_share, metavar="K/N",
+    help="Run only the K-th of N shares of what is missing, the same whoever asks; see docs/scale.md.",
+)  # fmt: skip
+"""Of commands whose runs may be spread over many processes and machines."""
 
 
 at_once = click.option(

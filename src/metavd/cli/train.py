@@ -7,18 +7,17 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.table import Table
 
 from .. import methods as catalogue
 from ..errors import SpecError
+from ..runs.settings import Experiment, spec_hash
 from ..schema import nearest
-from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, words
-
-if TYPE_CHECKING:
-    from ..data.collection import Collection
-    from ..runs.settings import Experiment
+from . import later
+from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, sliced, words
 
 
 @click.command("run")
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 @shared
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in DIR.")
 @click.option("--track", multiple=True, metavar="PROGRAM",
-              help="Also tell this program, such as tensorboard, how the run goes; repeatable.")  # fmt: skip
+              help="Also tell this program how the run goes: tensorboard, mlflow or wandb; repeatable.")  # fmt: skip
 @click.option(
     "--baseline", metavar="METHOD", help="Run this method too, and show both. [default without METHOD: fedavg]"
 )
@@ -38,27 +37,24 @@ def run_command(
 
     Without METHOD: reptile+metavd, and fedavg under the same conditions beside it.
     """
-    from ..data.collection import load
-    from ..runs.run import complete, run
-    from ..runs.store import Store
-    from ..runs.track import TRACKERS, both
-
     names, more = words(given_words)
     if len(names) > 1:
         raise SpecError(f"run takes one method, but got {' and '.join(names)}; metavd compare takes several")
     for name in track:
-        if name not in TRACKERS:
-            raise SpecError(f"--track is {name!r}; {nearest(name, sorted(TRACKERS))}")
+        if name not in later.runs_track.TRACKERS:
+            raise SpecError(f"--track is {name!r}; {nearest(name, sorted(later.runs_track.TRACKERS))}")
     method = names[0] if names else None
-    if resume and out and not config and not method and Store(Path(out)).is_run():
-        config = str(Store(Path(out)).config)  # an unfinished run knows what it is
+    if resume and out and not config and not method and later.runs_store.Store(Path(out)).is_run():
+        config = str(later.runs_store.Store(Path(out)).config)  # an unfinished run knows what it is
     settings = settings_of(config, [*pairs, *more], given)
     if method is None and "method" not in settings and baseline is None:
         baseline = "fedavg"
     wanted = experiment_of(settings, method)
     reporter = Reporter()
-    data = load(wanted.data, wanted.root, reporter.note)
+    data = later.runs_run.data_of(wanted, None, reporter.note)
     planned = [(wanted, Path(out) if out else default_folder(wanted, data))]
+    if resume and not planned[0][1].exists():
+        raise SpecError(f"--resume, but there is no run in {planned[0][1]}; leave --resume out to begin it")
     if baseline:
         fitting = {key: value for key, value in settings.items() if key != "method"}
         known = catalogue.options_of(catalogue.check(baseline))
@@ -66,11 +62,14 @@ def run_command(
         other = experiment_of(shared, baseline)
         planned.append((other, planned[0][1] / "baseline" if out else default_folder(other, data)))
     for experiment, _ in planned:
-        complete(experiment, data)
-    listeners = [both(reporter, *(TRACKERS[name](folder, e) for name in track)) for e, folder in planned]
+        later.runs_run.complete(experiment, data)
+    trackers = [later.runs_track.TRACKERS[name] for name in track]
+    listeners = [
+        later.runs_track.both(reporter, *(tracker(folder, e) for tracker in trackers)) for e, folder in planned
+    ]
     try:
         results = [
-            run(e, out=folder, resume=resume or out is None, source=data, listener=heard)
+            later.runs_run.run(e, out=folder, resume=resume or out is None, source=data, listener=heard)
             for (e, folder), heard in zip(planned, listeners, strict=True)
         ]
     finally:
@@ -79,12 +78,9 @@ def run_command(
     click.echo(f"\nFiles: {planned[0][1]}" + (f" and {planned[1][1]}" if baseline else ""))
 
 
-def default_folder(experiment: Experiment, data: Collection) -> Path:
+def default_folder(experiment: Experiment, data: later.data_collection.Collection) -> Path:
     """Return runs/DATA-METHOD-sSEED-HASH: the same run always has the same folder."""
-    from ..runs.run import complete
-    from ..runs.settings import spec_hash
-
-    e = complete(experiment, data)
+    e = later.runs_run.complete(experiment, data)
     name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]  # paths and options of the data in a form that folders can have
     return Path("runs") / f"{name}-{e.method}-s{e.seed}-{spec_hash(e)[:6]}"
 
@@ -92,21 +88,20 @@ def default_folder(experiment: Experiment, data: Collection) -> Path:
 @click.command("compare")
 @click.argument("given_words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
 @shared
-@click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds a method.")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds per method.")
 @at_once
+@sliced
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
+@click.option("--leave-out", "away", metavar="each|NAMES",
+              help="Leave each client out in turn, or each of the named ones, and show accuracy on it.")  # fmt: skip
 def compare_command(
     *, given_words: tuple[str, ...], seeds: int, jobs: int, out: str | None, config: str | None, pairs: tuple[str, ...],
-    page: str | None, **given: Any,
+    share: later.studies_many.Share | None, page: str | None, away: str | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train several METHODs with several seeds; mean and 95 % interval in one table.
 
     METHOD may be the one word all. Finished runs in DIR are read, not run again; unfinished ones go on.
     """
-    from rich.table import Table
-
-    from ..studies.compare import cell, columns, compare
-
     methods, more = words(given_words)
     if not methods:
         raise SpecError("compare needs at least one method, for example metavd compare fedavg reptile+metavd")
@@ -114,38 +109,66 @@ def compare_command(
     names = list(catalogue.NAMES) if methods == ["all"] else [catalogue.check(name) for name in dict.fromkeys(methods)]
     folder = Path(out) if out else Path("runs") / "compare"
     reporter = Reporter()
+    if away is not None:
+        if page is not None or share is not None or "unseen" in settings:
+            raise SpecError(
+                "--leave-out decides who is unseen and writes its own table; leave out --page, --slice and unseen"
+            )
+        try:
+            found = later.studies_leave_out.leave_out(
+                names, away, out=folder, seeds=seeds, jobs=jobs, listener=reporter, **settings
+            )
+        finally:
+            reporter.stop()
+        _print_left_out(found, folder)
+        return
     try:
         wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
-        rows = compare(names, seeds=seeds, jobs=jobs, out=folder, listener=reporter, page=wanted, **settings)
+        rows = later.studies_compare.compare(
+            names, seeds=seeds, jobs=jobs, share=share, out=folder, listener=reporter, page=wanted, **settings
+        )
     finally:
         reporter.stop()
+    if share is not None:
+        click.echo(f"This slice is done in {folder}; when all are, the command without --slice shows the table.")
+        return
     table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")
     table.add_column("method", no_wrap=True)
-    for column in columns():
+    shown = later.studies_compare.columns(rows)
+    for column in shown:
         table.add_column(column.title, justify="right")
     for name, row in rows.items():
-        table.add_row(name, *(cell(column, row[column.title]) for column in columns()))
+        table.add_row(name, *(later.studies_compare.cell(column, row[column.title]) for column in shown))
     console().print(table)
     click.echo(f"Files: {folder / 'comparison.md'}, {folder / 'comparison.json'}")
+
+
+def _print_left_out(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    study = later.studies_leave_out
+    clients = list(next(iter(rows.values())))
+    heads = clients if len(clients) <= later.data_collection.SHOWN else [study.MEAN]
+    table = Table("method", *heads, title="accuracy % on the client that was left out", title_justify="left")
+    for name, row in rows.items():
+        table.add_row(name, *(study.shown(row[head]) for head in heads))
+    console().print(table)
+    click.echo(f"Files: {folder / 'leave_out.md'}, {folder / 'leave_out.json'}")
 
 
 @click.command("show")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
 def show_command(folders: tuple[str, ...]) -> None:
     """Show the result of finished runs again."""
-    from ..runs.store import Store
-
-    print_results([Store(Path(folder)).read_result() for folder in folders])
+    results = [later.runs_store.Store(Path(folder)).read_result() for folder in folders]
+    print_results(results)
+    for folder, result in zip(folders, results, strict=True):
+        for text in result.get("warnings", ()):
+            click.echo(f"{folder}: {text}")
 
 
 def print_results(results: Sequence[Mapping[str, Any]]) -> None:
     """Print what a newcomer wants to know of one run or of several side by side."""
-    from rich.table import Table
-
-    from ..evaluate.figures import get, headline, number
-
     first = results[0]
-    share = get("accuracy").text
+    share = later.evaluate_figures.get("accuracy").text
     title = f"{first['data']}, {first['rounds']} rounds, seed {first['seed']}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -154,13 +177,15 @@ def print_results(results: Sequence[Mapping[str, Any]]) -> None:
     table.add_column("what it means")
     for part, name in (("test", "participating"), ("unseen", "never seen")):
         counts = "/".join(dict.fromkeys(str(result[part]["clients"]) for result in results))
+        if counts == "0":
+            continue
         table.add_row(f"[bold]{name} clients ({counts})[/bold]", *[""] * len(results), "")
-        for figure in headline(wide=True):
-            values = (figure.text(number(result, part, figure.name)) for result in results)
+        for figure in later.evaluate_figures.headline(wide=True):
+            values = (figure.text(later.evaluate_figures.number(result, part, figure.name)) for result in results)
             meaning = figure.help + ("; lower is better" if figure.better == "lower" else "")
             table.add_row(f"  {figure.label or figure.title or figure.name}", *values, meaning)
         for domain in first.get("domains", ()):
-            values = (share(number(result, "domains", domain, part)) for result in results)
+            values = (share(later.evaluate_figures.number(result, "domains", domain, part)) for result in results)
             table.add_row(f"  accuracy on {domain}", *values, "of its test rows")
         table.add_section()
     table.add_row("[bold]cost[/bold]", *[""] * len(results), "")
@@ -168,5 +193,9 @@ def print_results(results: Sequence[Mapping[str, Any]]) -> None:
                   "sent in both directions in all rounds")  # fmt: skip
     if any(result["sparsity"]["layer"] for result in results):
         table.add_row("  weights dropped", *(share(r["sparsity"]["layer"]) for r in results), "in the masked layer")
+    spent = [later.evaluate_figures.number(result, "privacy", "epsilon") for result in results]
+    if any(value is not None for value in spent):
+        table.add_row("  epsilon", *("-" if value is None else f"{value:.2f}" for value in spent),
+                      "how far one client can show; see docs/privacy.md")  # fmt: skip
     table.add_row("  seconds", *(f"{result['seconds']:.1f}" for result in results), "training and evaluation")
     console().print(table)

@@ -1,42 +1,55 @@
-"""metavd tune."""
+"""metavd tune, tune-all."""
 
 from __future__ import annotations
 
 import re
-import time
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.table import Table
 
 from ..errors import SpecError
-from .terminal import at_once, console, experiment_of, settings_of, shared, words
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from ..studies.tune import Plan
+from ..studies.plan import VALID, Plan, Watcher, name_of, plan
+from . import later
+from .terminal import (
+    Decorator,
+    Reporter,
+    Shown,
+    adding,
+    at_once,
+    console,
+    experiment_of,
+    settings_of,
+    shared,
+    sliced,
+    words,
+)
 
 _BEST = 5
 """Trials in the table."""
-_SILENCE = 30.0
-"""Seconds without a line after which a trial's state is reported, so that a log shows that the study lives."""
+_METRIC = {"nll": "NLL", "accuracy": "accuracy"}
 
 
-class Bar:
+def _searching(counts: click.IntRange, *, default: int, trials: str, space: str) -> Decorator:
+    """Return the options of both commands: how many trials, over what."""
+    return adding(
+        click.option("--trials", type=counts, default=default, show_default=True, metavar="N", help=trials),
+        click.option("--search", "searched", multiple=True, metavar="KEY=SPACE",
+                     help=f"LOW..HIGH, LOW..HIGH:log or A,B,C{space}; repeatable."),
+    )  # fmt: skip
+
+
+class Bar(Shown, Watcher):
     """Tells a person how a study goes: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        self.err = Console(stderr=True, highlight=False)
-        self.bar: Progress | None = None
-        self.task: TaskID | None = None
-        self.done = self.total = self.rounds = 0
+        super().__init__()
+        self.done = self.rounds = 0
         self.metric = "nll"
-        self.best = ""
-        self.said = time.monotonic()
 
     def start(self, plan: Plan, rounds: int, done: int, total: int) -> None:
         """Say what is searched, and how much of it is there."""
@@ -50,29 +63,18 @@ class Bar:
         if done:
             more = f"runs {total - done} more" if done < total else "nothing is left to run"
             self.note(f"  the study has {done} of {max(done, total)}, {more}")
-        if self.err.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self.bar = Progress(
-                TextColumn("trials"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(), console=self.err, transient=True,
-            )  # fmt: skip
-            self.task = self.bar.add_task("trials", total=total, completed=done, text="")
-            self.bar.start()
+        self.show("trials", total, done)
 
     def step(self, number: int, round: int, value: float) -> None:
         """Show where a trial is."""
         text = f"trial {number}: round {round}/{self.rounds}  {_METRIC[self.metric]} {_shown(self.metric, value)}"
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, text=f"{text}{self.best}")
-        elif time.monotonic() - self.said > _SILENCE:
+        if not self.move(text=text) and self.silent():
             self.note(f"  {text}")
 
     def trial(self, line: Mapping[str, Any]) -> None:
         """Say how a trial ended."""
         self.done += line["state"] != "failed"
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=self.done)
+        self.move(completed=self.done)
         ended = line["state"]
         if ended == "finished":
             ended = f"{_METRIC[self.metric]} {_shown(self.metric, line['value'])}"
@@ -82,71 +84,22 @@ class Bar:
         same = f", as trial {line['same']}" if "same" in line else ""
         self.note(f"  trial {line['number']} ({self.done} of {self.total})  {settings}  {ended}{same}")
 
-    def note(self, text: str) -> None:
-        """Print a line beside the bar."""
-        self.said = time.monotonic()
-        self.err.print(text, markup=False, soft_wrap=True)
-
-    def stop(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-
 
 @click.command("tune")
 @click.argument("given_words", nargs=-1, metavar="METHOD [KEY=VALUE]...")
 @shared
-@click.option(
-    "--trials",
-    type=click.IntRange(1),
-    default=20,
-    show_default=True,
-    metavar="N",
-    help="Trials in the study, those of earlier commands included.",
-)
-@click.option(
-    "--search",
-    "searched",
-    multiple=True,
-    metavar="KEY=SPACE",
-    help="LOW..HIGH, LOW..HIGH:log or A,B,C; changes the paper's space or adds to it; repeatable.",
-)
-@click.option(
-    "--metric",
-    metavar="nll|accuracy",
-    default="nll",
-    show_default=True,
-    help="What is best, on validation rows.",
-)
-@click.option(
-    "--by",
-    metavar="rows|clients",
-    default="rows",
-    show_default=True,
-    help="Validate on held-out rows of training clients, or on clients that do not train.",
-)
-@click.option(
-    "--seeds",
-    type=click.IntRange(1, 1000),
-    default=1,
-    show_default=True,
-    metavar="K",
-    help="Seeds that a trial is averaged over.",
-)
-@click.option(
-    "--sampler",
-    metavar="tpe|random",
-    default="tpe",
-    show_default=True,
-    help="Learn from earlier trials, or not.",
-)
-@click.option(
-    "--prune/--no-prune",
-    default=True,
-    show_default=True,
-    help="Stop trials that are worse than the median at the same round.",
-)
+@_searching(click.IntRange(1), default=20, trials="Trials in the study, those of earlier commands included.",
+            space="; changes the paper's space or adds to it")  # fmt: skip
+@click.option("--metric", metavar="nll|accuracy", default="nll", show_default=True,
+              help="What is best, on validation rows.")  # fmt: skip
+@click.option("--by", metavar="rows|clients", default="rows", show_default=True,
+              help="Validate on held-out rows of training clients, or on clients that do not train.")  # fmt: skip
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="K",
+              help="Seeds that a trial is averaged over.")  # fmt: skip
+@click.option("--sampler", metavar="tpe|random", default="tpe", show_default=True,
+              help="Learn from earlier trials, or not.")  # fmt: skip
+@click.option("--prune/--no-prune", default=True, show_default=True,
+              help="Stop trials that are worse than the median at the same round.")  # fmt: skip
 @at_once
 def tune_command(
     *, given_words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...],
@@ -157,8 +110,6 @@ def tune_command(
 
     The same command goes on where it was stopped. DIR/best.toml is for metavd run --config.
     """
-    from ..studies.tune import plan, tune
-
     names, more = words(given_words)
     fixed = [*pairs, *more]
     search = searched_of(searched, fixed)
@@ -172,7 +123,7 @@ def tune_command(
     folder = Path(out) if out else default_folder(study)
     bar = Bar()
     try:
-        history = tune(study, out=folder, trials=trials, jobs=jobs, watcher=bar)
+        history = later.studies_tune.tune(study, out=folder, trials=trials, jobs=jobs, watcher=bar)
     finally:
         bar.stop()
     print_study(history)
@@ -198,14 +149,9 @@ def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]
 
 def default_folder(study: Plan) -> Path:
     """Return runs/tune-DATA-METHOD-sSEED-HASH: the same command always has the same folder."""
-    from ..studies.tune import name_of
-
     e = study.experiment
     name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]
     return Path("runs") / f"tune-{name}-{e.method}-s{e.seed}-{name_of(study)}"
-
-
-_METRIC = {"nll": "NLL", "accuracy": "accuracy"}
 
 
 def _shown(metric: str, value: float) -> str:
@@ -218,8 +164,6 @@ def _text(value: object) -> str:
 
 def print_study(history: Mapping[str, Any]) -> None:
     """Print the best trials, what became of the others, and the best configuration."""
-    from rich.table import Table
-
     metric, lines = history["metric"], history["trials"]
     searched = list(history["study"]["space"])
     finished = [line for line in lines if line["state"] == "finished"]
@@ -242,3 +186,74 @@ def print_study(history: Mapping[str, Any]) -> None:
         click.echo(f"share of the variance explained: {shares}")
     best = " ".join(f"{key}={value}" for key, value in finished[0]["settings"].items())
     click.echo(f"best: {best}")
+
+
+@click.command("tune-all")
+@click.argument("given_words", nargs=-1, metavar="METHOD... [KEY=VALUE]...")
+@shared
+@_searching(click.IntRange(2, 1000), default=12, trials="Trials of every method; the first one is its defaults.",
+            space=", for the methods that have KEY")  # fmt: skip
+@click.option("--rungs", default="300,1000", show_default=True, metavar="A,B,C",
+              help="Rounds after which a third of the trials goes on; the last is what is tuned for.")  # fmt: skip
+@click.option("--store", type=click.Path(dir_okay=False), default="results/tuning.jsonl", show_default=True,
+              metavar="F", help="Finished rungs; what it holds is not computed again.")  # fmt: skip
+@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
+              help="Also write what was chosen as a document; without METHOD nothing is run.")  # fmt: skip
+@at_once
+@sliced
+def tune_all_command(
+    *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
+    share: later.studies_many.Share | None, page: str | None, out: str | None, config: str | None,
+    pairs: tuple[str, ...], **given: Any,
+) -> None:  # fmt: skip
+    """Tune several METHODs on equal terms by successive halving, on validation rows and validation clients.
+
+    Every method has the same number of trials and rounds. Test rows and unseen clients are taken out before anybody
+    trains. A slice is a share of the methods.
+    """
+    names, more = words(given_words)
+    if share is not None:
+        names = names[share.number - 1 :: share.count]
+    fixed = [*pairs, *more]
+    settings = {"valid": VALID, "valid_clients": 10} | settings_of(config, fixed, given)
+    if not names and page is None:
+        raise SpecError("tune-all needs at least one method, for example metavd tune-all fedavg reptile+metavd")
+    thinning = later.studies_halving.Halving(trials, _rungs(rungs))
+    experiments = [experiment_of(settings, name) for name in names]
+    reporter = Reporter()
+    for line in later.studies_halving.search(
+        experiments, thinning, store=Path(store), scratch=Path(out or "runs/tune-all"), jobs=jobs,
+        searched=searched_of(searched, fixed),
+    ):  # fmt: skip
+        what = "  ".join(f"{key}={value}" for key, value in line["settings"].items()) or "defaults"
+        score = "diverged" if line["score"] is None else f"{line['score']:.1%}"
+        reporter.note(f"  {line['method']}  round {line['round']}  trial {line['trial']}  {score}  {what}")
+    _print_chosen(store)
+    if page is not None:
+        command = f"metavd {shlex.join(sys.argv[1:])}"
+        Path(page).write_text(
+            later.studies_halving.page(list(later.studies_halving.read(Path(store)).values()), command)
+        )
+        click.echo(f"Written: {page}")
+
+
+def _rungs(text: str) -> tuple[int, ...]:
+    try:
+        rungs = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        rungs = ()
+    if not rungs or rungs[0] < 1 or list(rungs) != sorted(set(rungs)):
+        raise SpecError(f"rungs is {text!r}, but must be rising numbers of rounds, such as 300,1000")
+    return rungs
+
+
+def _print_chosen(store: str) -> None:
+    table = Table(title="chosen on validation rows and clients", title_justify="left")
+    for heading in ("study", "method", "accuracy", "settings"):
+        table.add_column(heading)
+    for (study, method), lines in later.studies_halving.chosen(
+        later.studies_halving.read(Path(store)).values()
+    ).items():
+        settings = " ".join(f"{key}={value}" for key, value in lines[0]["settings"].items()) or "defaults"
+        table.add_row(study, method, f"{lines[0]['score']:.1%}", settings)
+    console().print(table)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import click
 
+from . import later
 from .terminal import Reporter, adding
 
 _placed = adding(
@@ -18,10 +20,17 @@ _placed = adding(
 """What all three commands share."""
 
 
+def _folder_name(text: str) -> str:
+    """Return a client's name in a form that folders can have; names of a table may hold anything."""
+    return re.sub(r"[^\w.+=-]+", "-", text)[:80]
+
+
 @click.command("personalize")
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.option("--data", metavar="NEW", help="Labelled rows of a new client, such as npz:mine.npz or folder:mine.")
-@click.option("--client", metavar="ID", help="One of NEW's clients, or without NEW the number of one of the run's.")
+@click.option(
+    "--client", metavar="ID", help="One of NEW's clients, or without NEW the name or number of one of the run's."
+)
 @_placed
 @click.option("--out", type=click.Path(), metavar="DIR", help="Folder for the model. [default: below RUN/personal]")
 def personalize_command(
@@ -32,11 +41,9 @@ def personalize_command(
     Every client of NEW gets a model of its own. Without --data and --client, the model is written that a new client
     receives before it adapts.
     """
-    from ..serve.personal import personalize_each
-
     reporter = Reporter()
-    found = personalize_each(run, data, client=client, domain=domain, note=reporter.note, **how)
-    names = {name: f"client-{name}" if own.about["client"] else name for name, own in found.items()}
+    found = later.serve_personal.personalize_each(run, data, client=client, domain=domain, note=reporter.note, **how)
+    names = {name: _folder_name(f"client-{name}") if own.about["client"] else name for name, own in found.items()}
     base = Path(out) if out else Path(run) / "personal"
     alone = out is not None and len(found) == 1
     for name, own in found.items():
@@ -49,7 +56,11 @@ def personalize_command(
 @click.option(
     "--data", required=True, metavar="X", help="Rows, with or without labels, such as npz:mine.npz or folder:mine."
 )
-@click.option("--client", metavar="N", help="Of a run: whose model answers. [default: what a new client receives]")
+@click.option(
+    "--client",
+    metavar="ID",
+    help="Of a run: whose model answers, by name or number. [default: what a new client receives]",
+)
 @click.option("--samples", type=int, metavar="S", help="Posterior draws. [default: the run's]")
 @click.option("--top", type=int, metavar="K", help="The K most probable classes in place of all.")
 @_placed
@@ -61,32 +72,31 @@ def predict_command(
     device: str | None, out: str | None, **how: Any,
 ) -> None:  # fmt: skip
     """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information."""
-    from ..evaluate.metrics import accuracy
-    from ..serve.export import TABLES, check_path, csv_text, need, table, write_table
-    from ..serve.personal import open_model
-    from ..serve.samples import samples
-
-    if out is not None and check_path(Path(out), TABLES) == "parquet":
-        need("pyarrow", "parquet", "a .parquet file")
+    if out is not None and later.serve_export.check_path(Path(out), later.serve_export.TABLES) == "parquet":
+        later.serve_export.need("pyarrow", "parquet", "a .parquet file")
     reporter = Reporter()
-    own = open_model(place, client=client, domain=domain, device=device, root=root, note=reporter.note)
-    rows = samples(
+    own = later.serve_personal.open_model(
+        place, client=client, domain=domain, device=device, root=root, note=reporter.note
+    )
+    rows = later.serve_samples.samples(
         data, own.takes, own.about["classes"], data=own.experiment.data, domain=domain or own.about["domain"],
         root=root or own.experiment.root, note=reporter.note,
     )  # fmt: skip
     said = own.predict(rows.x, domain=None if rows.domain is None else own.takes.domains[rows.domain].name, **how)
-    columns = table(own, rows, said, top)
+    columns = later.serve_export.table(own, rows, said, top)
     if out is None:
-        click.echo(csv_text(columns), nl=False)
+        click.echo(later.serve_export.csv_text(columns), nl=False)
     else:
-        write_table(Path(out), columns)
-    right = "" if rows.y is None else f", accuracy {accuracy(said.probs, rows.y):.1%}"
+        later.serve_export.write_table(Path(out), columns)
+    right = "" if rows.y is None else f", accuracy {later.evaluate_metrics.accuracy(said.probs, rows.y):.1%}"
     reporter.note(f"{len(rows.x)} rows{right}, mean entropy {said.entropy.mean():.3f}" + (f"; {out}" if out else ""))
 
 
 @click.command("export")
 @click.argument("place", type=click.Path(), metavar="MODEL_OR_RUN")
-@click.option("--client", metavar="N", help="Of a run: whose model. [default: what a new client receives]")
+@click.option(
+    "--client", metavar="ID", help="Of a run: whose model, by name or number. [default: what a new client receives]"
+)
 @click.option("--format", "kind", metavar="safetensors|onnx", help="[default: as the file's ending says]")
 @click.option(
     "--out", type=click.Path(dir_okay=False), required=True, metavar="F", help="The file; its card goes beside it."
@@ -99,12 +109,11 @@ def export_command(
     domain: str | None, **how: Any,
 ) -> None:  # fmt: skip
     """Write a client's model as safetensors or ONNX, with a model card (F.md) beside it."""
-    from ..serve.export import FORMATS, LICENCE, check_path, export, need
-    from ..serve.personal import open_model
-
-    if check_path(Path(out), FORMATS, kind) == "onnx":
+    if later.serve_export.check_path(Path(out), later.serve_export.FORMATS, kind) == "onnx":
         for name in ("onnx", "onnxruntime", "onnxscript"):
-            need(name, "export", "ONNX")
-    own = open_model(place, client=client, domain=domain, note=Reporter().note, **how)
-    page = export(own, out, format=kind, domain=domain, samples=samples, licence=licence or LICENCE)
+            later.serve_export.need(name, "export", "ONNX")
+    own = later.serve_personal.open_model(place, client=client, domain=domain, note=Reporter().note, **how)
+    page = later.serve_export.export(
+        own, out, format=kind, domain=domain, samples=samples, licence=licence or later.serve_export.LICENCE
+    )
     click.echo(f"{out} and {page}")

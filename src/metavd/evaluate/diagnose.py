@@ -1,6 +1,9 @@
-"""What the dropout rates of a trained posterior look like."""
+"""What the dropout rates of a trained posterior look like, and whether training came to anything at all."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +13,37 @@ from ..core.emit import OWNED
 from ..core.types import Algorithm, ServerState
 from ..tree import Params
 
+LOSS = 1e6
+"""A training loss above it is no longer one."""
+
+
+def diverged(loss: float | None, test: Mapping[str, Any], labels: np.ndarray) -> list[str]:
+    """Say so where a run ended without having learnt: a huge loss, or guesses that are sure of themselves.
+
+    `labels` (K,) counts the rows of each class. Whoever always answers the most frequent class has its share as
+    accuracy, and whoever answers the shares themselves has their entropy as NLL; half as much again is far above.
+    """
+    if loss is not None and loss > LOSS:
+        return [f"the run diverged: its last training loss is {loss:.3g}; lower the learning rates"]
+    accuracy, nll = test["accuracy"], test["nll"]
+    shares = labels[labels > 0] / max(labels.sum(), 1)
+    if accuracy is None or nll is None or len(shares) < 2:
+        return []
+    chance, entropy = float(shares.max()), float(-(shares * np.log(shares)).sum())
+    if accuracy <= chance * (1.0 + 0.5 * (1.0 - chance)) and nll > 1.5 * entropy:
+        return [
+            f"the run seems to have diverged: its accuracy of {accuracy:.1%} is hardly better than always answering "
+            f"the most frequent class, {chance:.1%}, and its NLL of {nll:.3g} far above that of the classes' shares, "
+            f"{entropy:.3g}; lower the learning rates"
+        ]
+    return []
+
 
 def _stored(state: ServerState, received: Params, entry: str, client: int) -> Tensor:
     """Return a spread as the server stores it, before any clamp; a hypernetwork's is what it sends."""
     if OWNED + entry in state.params:
-        return state.params[OWNED + entry][client]
+        table = state.params[OWNED + entry]
+        return table[min(client, len(table) - 1)]  # all may share one row
     return state.params.get(entry, received[entry])
 
 
@@ -25,7 +54,7 @@ def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: 
     spreads that a push towards more noise cannot move. between_clients: root mean square, over weights, of the
     standard deviation between clients.
     """
-    noise = algorithm.noise
+    noise = algorithm.posterior
     if noise is None:
         return None
     device = state.round.device

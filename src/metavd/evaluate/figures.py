@@ -2,7 +2,7 @@
 
 A figure says how it is taken from answers and how clients are pooled, and how people read it: unit, direction, help.
 `result.json`, `clients.csv`, reports, `metavd compare`, `metavd paper`, tuning, what a site sends in a federation and
-the table in the README are all made from this registry. A figure of your own is one function:
+the table in docs/figures.md are all made from this registry. A figure of your own is one function:
 
     @figure(title="sure", unit="%", better="higher", help="share of answers with a probability above 0.9", client=True)
     def sure(answers):                                  # see `Answers`; one number per test row
@@ -39,10 +39,6 @@ TRAFFIC = ("bytes", "total")
 """Where a result has the bytes of both directions together: nowhere, they are added up."""
 LARGEST = 1e100
 """Beyond it a number is no figure of anything, and scales of pictures would overflow."""
-
-
-class FigureError(UserError):
-    """A figure that cannot be used; the text says what would be right."""
 
 
 # --- how a figure is taken -------------------------------------------------------------------------------------------
@@ -205,11 +201,11 @@ _KNOWN: Registry[Figure] = Registry(ENTRY_POINTS)
 def register(figure: Figure, module: str) -> Figure:
     """Add a figure of a module; its name must be new."""
     if figure.name in {"intervals", "clients", "samples"}:
-        raise FigureError(f"there is a figure {figure.name!r} already; give yours another name")
+        raise UserError(f"there is a figure {figure.name!r} already; give yours another name")
     if not figure.name.isidentifier():
-        raise FigureError(f"a figure is named {figure.name!r}, but a name is letters, digits and _, as in ece_top1")
+        raise UserError(f"a figure is named {figure.name!r}, but a name is letters, digits and _, as in ece_top1")
     if figure.interval and not isinstance(figure.take, Rows):
-        raise FigureError(f"{figure.name} cannot have an interval: only means over rows or clients have one")
+        raise UserError(f"{figure.name} cannot have an interval: only means over rows or clients have one")
     _KNOWN.add(figure.name, figure, module)
     return figure
 
@@ -241,7 +237,7 @@ def get(name: str) -> Figure:
     """Return one figure, or say which there are."""
     if name not in figures():
         known = f"choose from {', '.join(figures())}"
-        raise FigureError("; ".join([f"there is no figure {name!r}", known, *_KNOWN.broken]))
+        raise UserError("; ".join([f"there is no figure {name!r}", known, *_KNOWN.broken]))
     return figures()[name]
 
 
@@ -274,6 +270,8 @@ class Column(NamedTuple):
 GAP = Column("gap", ("gap",), 100.0, 2)
 SENT = Column("MB sent", TRAFFIC, 1e-6, 2)
 SECONDS = Column("seconds", ("seconds",))
+EPSILON = Column("epsilon", ("privacy", "epsilon"), 1.0, 2)
+"""Of runs that hide single clients alone."""
 SPARSITY = Column("sparsity %", ("sparsity", "layer"), 100.0)
 
 
@@ -295,6 +293,8 @@ def number(value: Any, *path: str) -> float | None:
 # --- the figures that come with the package --------------------------------------------------------------------------
 
 _RIGHT = Rows(lambda answers: answers.right, in_batches=True)
+_SURPRISE = 28.0
+"""Nats: a probability counts as 1e-12 at least (`scores.SMALLEST`), which is 27.6; no entropy comes near it."""
 _SHARE: dict[str, Any] = {"unit": "%", "digits": 1, "high": 1.0}
 
 
@@ -345,11 +345,12 @@ _add_accuracy(
 _add_accuracy("percentile_10", percentile(10), "accuracy that a tenth of the clients stay below")
 _add(
     "nll", Rows(lambda answers: answers.surprise), "surprise at the true labels", title="NLL", unit="nats",
-    more="negative log-likelihood", better="lower", client=True, always=True, interval=True, headline="always",
+    more="negative log-likelihood", better="lower", high=_SURPRISE, client=True, always=True, interval=True,
+    headline="always",
 )  # fmt: skip
 _add(
     "brier", Rows(lambda answers: answers.squared_error), "squared distance of the probabilities from the truth",
-    more="0 to 2", title="Brier score", better="lower", client=True, always=True, interval=True,
+    more="0 to 2", title="Brier score", better="lower", high=2.0 + 1e-6, client=True, always=True, interval=True,
 )  # fmt: skip
 _add_calibration(
     "top1", "how far confidence is from accuracy (ECE)", more="of the predicted class, 15 bins: the usual one",
@@ -365,10 +366,13 @@ _add_largest("top1")
 _add_largest("mass")
 _add_largest("classwise")
 _add_largest("flat")
-_add("entropy", Rows(lambda answers: answers.entropy), "how unsure answers are", unit="nats", client=True, always=True)
+_add(
+    "entropy", Rows(lambda answers: answers.entropy), "how unsure answers are", unit="nats", high=_SURPRISE,
+    client=True, always=True,
+)  # fmt: skip
 _add(
     "mutual_information", Rows(lambda answers: answers.information), "the part of it that is doubt about the weights",
-    more="of methods that draw", unit="nats", title="mutual information", client=True,
+    more="of methods that draw", unit="nats", title="mutual information", high=_SURPRISE, client=True,
 )  # fmt: skip
 _add_auroc(
     "auroc_wrong", "entropy", _wrong, "how well entropy tells wrong from right answers", title="AUROC, wrong",

@@ -5,15 +5,29 @@ Shape letters: C clients, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from ..data.collection import SHOWN
 from ..data.partition import Federation
 from ..data.source import SourceError
+from .pictures import short
+
+
+def _name_ticks(axis: Axis, names: Sequence[str] | None, count: int) -> None:
+    """Set one tick per client or class, with its name, where there are few; else some, at whole numbers alone."""
+    if count <= SHOWN:
+        axis.set_ticks(range(count), [short(name, 18) for name in names or map(str, range(count))])
+    else:
+        axis.set_major_locator(MaxNLocator(10, integer=True))
+
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _BLUE, _ORANGE, _GREY = "#2a6f97", "#d98032", "#808080"
@@ -37,8 +51,14 @@ def clients_figure(federation: Federation) -> Figure:
     image = labels.imshow(
         shown, aspect="auto", interpolation="nearest", origin="lower", cmap="Blues", norm=LogNorm(0.5, counts.max())
     )
+    _name_ticks(labels.yaxis, source.classes or None, source.num_classes)
+    _name_ticks(labels.xaxis, federation.names or None, len(clients))
+    if federation.names and len(clients) <= SHOWN:
+        labels.tick_params(axis="x", rotation=30 if max(map(len, federation.names)) > 6 else 0)
     labels.set_ylabel("class")
-    labels.set_xlabel("client" if not federation.num_unseen else f"client; from {known} on never trained with")
+    labels.set_xlabel(
+        "client" if not federation.num_unseen else f"client; from {federation.name(known)} on never trained with"
+    )
     for domain in source.domains[1:]:
         labels.axhline(domain.first_class - 0.5, color=_GREY, linewidth=0.8)
     for domain in source.domains:

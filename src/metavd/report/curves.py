@@ -6,19 +6,24 @@ Evaluations stand in rounds.jsonl; the last one stands in the result and belongs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from ..evaluate.figures import headline, number
-from .groups import Group
+from .groups import Group, parts
 from .pictures import Picture, logarithmic, marked, panel
-from .read import PARTS, Run
+from .read import Run
 
 Series = dict[float, float]
 """Round (or MB) -> value."""
 _POINTS = 150
 """Points of a line; more rounds than that are averaged in blocks."""
+_NEAR = 0.01
+"""Share of a panel's height that two lines must be apart to be told from each other."""
+_PIECE = 3.0
+"""Length of a piece of a line that is drawn in turns with others, in widths of the line."""
 _BANDS = 6
 """Up to so many groups show the spread of their seeds; more would only cover each other."""
 
@@ -48,7 +53,7 @@ def recorded(run: Run, *names: str) -> Series:
 def learning(groups: Sequence[Group]) -> Iterator[Picture]:
     """Draw the headline figures at the evaluations, and the training loss."""
     for shown in headline(wide=True):
-        for part, name in PARTS.items() if shown.headline == "always" else [("test", PARTS["test"])]:
+        for part, name in list(parts(groups).items())[: None if shown.headline == "always" else 1]:
             yield from _lines(
                 f"curve-{shown.name}-{part}", f"{shown.heading}: {name} clients", groups,
                 _at(part, shown.name, factor=shown.factor), log=shown.unit != "%",
@@ -57,7 +62,7 @@ def learning(groups: Sequence[Group]) -> Iterator[Picture]:
 
 
 def cost(groups: Sequence[Group]) -> Iterator[Picture]:
-    """Draw traffic of rounds, accuracy against traffic, and dropped weights where there are any."""
+    """Draw traffic of rounds, accuracy against traffic, and, where there are any, dropped weights and privacy spent."""
     title = "Traffic of a round, MB"
     yield from _lines("cost-traffic", title, groups, lambda run: _scaled(recorded(run, "down", "up"), 1e-6), zero=True)
     title = "Accuracy, %, against MB sent so far"
@@ -66,6 +71,10 @@ def cost(groups: Sequence[Group]) -> Iterator[Picture]:
         if any(value > 0 for group in groups for value in group.numbers("sparsity", key)):
             title = f"Dropped weights {name}, %"
             yield from _lines(f"cost-sparsity-{key}", title, groups, _at("sparsity", key, factor=100), zero=True)
+
+    if any(group.numbers("privacy", "epsilon") for group in groups):
+        title = "Epsilon spent"
+        yield from _lines("cost-epsilon", title, groups, lambda run: recorded(run, "epsilon"), zero=True)
 
 
 def _at(*path: str, factor: float = 1.0) -> Callable[[Run], Series]:
@@ -107,24 +116,30 @@ def _lines(
 ) -> Iterator[Picture]:  # fmt: skip
     """Draw one line for each group: the mean over its seeds and, of few groups, their range."""
     figure, axes = panel(title)
-    drawn, everything = [], []
+    found: list[tuple[Group, int, tuple[list[float], ...]]] = []
     for group in groups:
         series = [one for run in group.runs if (one := values(run))]
-        if not series:
-            continue
-        places, mean, low, high = _over_seeds(series, in_turn=x != "round")
-        if not places:
-            continue
-        look = group.look
-        few = len(places) <= 25
-        line = axes.plot(places, mean, color=look.colour, linestyle=look.dash, marker=look.marker if few else None)[0]
-        marked(line, group, 0)
-        if len(series) > 1 and len(groups) <= _BANDS:
-            marked(axes.fill_between(places, low, high, color=look.colour, alpha=0.13, linewidth=0), group, 1)
-        drawn.append(group)
-        everything += mean
-    if not drawn:
+        over = _over_seeds(series, in_turn=x != "round") if series else ([],)
+        if over[0]:
+            found.append((group, len(series), over))
+    if not found:
         return
+    drawn = tuple(group for group, *_ in found)
+    everything = [value for *_, (_, mean, *_) in found for value in mean]
+    alike = _alike([dict(zip(places, mean, strict=True)) for *_, (places, mean, *_) in found])
+    for at, (group, seeds, (places, mean, low, high)) in enumerate(found):
+        same, look = alike[at], group.look
+        turn, count = same.index(at), len(same)
+        # Lines that lie on each other are drawn in turns, a piece of each, and their markers at different places.
+        dash: Any = look.dash if count == 1 else (_PIECE * turn, (_PIECE, _PIECE * (count - 1)))
+        every = -(-len(places) // 25) * count
+        line = axes.plot(
+            places, mean, color=look.colour, linestyle=dash, dash_capstyle="butt", marker=look.marker,
+            markevery=(min(turn * every // count, len(places) - 1), every) if len(places) <= 25 or count > 1 else [],
+        )[0]  # fmt: skip
+        marked(line, group, 0)
+        if seeds > 1 and len(groups) <= _BANDS:
+            marked(axes.fill_between(places, low, high, color=look.colour, alpha=0.13, linewidth=0), group, 1)
     if log and min(everything) > 0 and max(everything) > 20 * min(everything):
         logarithmic(axes, "y")
     if zero:
@@ -132,4 +147,23 @@ def _lines(
     axes.set_xlabel(x)
     if x == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line for each method", figure, tuple(drawn))
+    yield Picture(name, f"{title}, by {x.partition(',')[0]}, one line for each method", figure, drawn)
+
+
+def _alike(lines: Sequence[Series]) -> list[list[int]]:
+    """Return, for each line, the lines that cannot be told from it: at half of their places or more, it included."""
+    values = [value for line in lines for value in line.values()]
+    near = _NEAR * (max(values) - min(values))
+
+    def same(one: Series, other: Series) -> bool:
+        shared = [place for place in one if place in other]
+        return 2 * sum(abs(one[place] - other[place]) <= near for place in shared) >= max(len(one), len(other))
+
+    groups: list[list[int]] = []
+    for at, line in enumerate(lines):
+        mine = next((each for each in groups if same(line, lines[each[0]])), None)
+        if mine is None:
+            groups.append([at])
+        else:
+            mine.append(at)
+    return [next(each for each in groups if at in each) for at in range(len(lines))]

@@ -22,8 +22,13 @@ def pictures(gains: Sequence[Gain], baseline: str) -> Iterator[Picture]:
     """Draw size against gain, one panel for each group, all on the same scales."""
     if not gains:
         return
+    every_point = [point for gain in gains for point in gain.points]
+    low, high = min(-1.0, *every_point), max(1.0, *every_point)
+    room = 0.12 * (high - low)
+    if all(len(gain.names) == len(gain.points) for gain in gains):
+        yield from _by_name(gains, baseline, (low - room, high + room))
+        return
     sizes = np.concatenate([gain.size for gain in gains])
-    reach = max(5.0, *(abs(point) for gain in gains for point in gain.points)) * 1.08
     log = sizes.min() > 0 and sizes.max() > 15 * sizes.min()
     for gain in gains:
         size, points, unseen = np.array(gain.size), np.array(gain.points), np.array(gain.unseen)
@@ -37,14 +42,41 @@ def pictures(gains: Sequence[Gain], baseline: str) -> Iterator[Picture]:
                              marker=marker, linewidth=0.9, alpha=0.8, label=name)  # fmt: skip
         if log:
             logarithmic(axes, "x", "{x:,.0f}")
-        axes.set(ylim=(-1.2 * reach, 1.25 * reach), xlabel="training rows", ylabel=f"points over {short(baseline, 16)}")
-        better, worse = int((points > 0).sum()), int((points < 0).sum())
-        said = f"{better} better, {worse} worse, {len(points) - better - worse} equal"
+        axes.set(
+            ylim=(low - 2 * room, high + 2 * room), xlabel="training rows", ylabel=f"points over {short(baseline, 16)}"
+        )
+        said = _said(gain)
         axes.text(0.02, 0.02, said, transform=axes.transAxes, va="bottom", size=8)
         axes.legend(loc="upper right", ncols=2, columnspacing=0.8, handletextpad=0.1, borderaxespad=0)
         yield Picture(
             f"gain-{tag(gain.group)}",
             f"Gain in accuracy of {gain.group.name} over {baseline} against the number of training rows: {said}",
+            figure,
+        )
+
+
+def _said(gain: Gain) -> str:
+    better, worse = sum(point > 0 for point in gain.points), sum(point < 0 for point in gain.points)
+    return f"{better} better, {worse} worse, {len(gain.points) - better - worse} equal"
+
+
+def _by_name(gains: Sequence[Gain], baseline: str, span: tuple[float, float]) -> Iterator[Picture]:
+    """Draw each client's gain on a line with its name, the unseen ones below."""
+    for gain in gains:
+        who = sorted(dict.fromkeys(zip(gain.unseen, gain.names, strict=True)))
+        figure, axes = panel(short(gain.group.name, 28), width=2.9, height=1.4 + 0.17 * len(who))
+        axes.axvline(0, color=INK, linewidth=0.8)
+        colour, marker = gain.group.look.colour, gain.group.look.marker
+        for point, new, name in zip(gain.points, gain.unseen, gain.names, strict=True):
+            face = PAPER if new else colour
+            axes.plot(point, who.index((new, name)), marker, color=colour, markerfacecolor=face, clip_on=False)
+        axes.set_yticks(range(len(who)), [short(name, 20) for _, name in who])
+        said = [f"points over {short(baseline, 16)}", _said(gain), *["hollow: unseen"] * any(gain.unseen)]
+        axes.set(xlim=span, ylim=(len(who) - 0.5, -0.5), xlabel="\n".join(said))
+        axes.tick_params(axis="y", length=0, colors=INK)
+        yield Picture(
+            f"gain-{tag(gain.group)}",
+            f"Gain in accuracy of {gain.group.name} over {baseline}, client by client: {_said(gain)}",
             figure,
         )
 
@@ -84,7 +116,9 @@ def _set(members: Sequence[tuple[Group, Run]], shown: Sequence[Figure], *, alone
     return {
         "seed": first.seed,
         "name": f"seed {first.seed}" if alone else f"seed {first.seed}: {short(names, 60)}",
-        "clients": [[c.number, int(c.unseen), c.train_size, c.test_size, _main_label(first, c)] for c in kept],
+        "clients": [
+            [c.name or c.number, int(c.unseen), c.train_size, c.test_size, _main_label(first, c)] for c in kept
+        ],
         "left_out": len(first.clients) - len(kept),
         "methods": values,
     }
@@ -99,4 +133,4 @@ def _main_label(run: Run, client: Any) -> str:
     labels = run.labels_of(client)
     if labels is None or not labels.sum():
         return ""
-    return f"{int(labels.argmax())} ({100 * labels.max() / labels.sum():.0f} %)"
+    return f"{run.class_name(int(labels.argmax()))} ({100 * labels.max() / labels.sum():.0f} %)"

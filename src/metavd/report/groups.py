@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import methods
-from ..runs.settings import RUNTIME
-from .read import ReportError, Run
+from ..data.collection import SHOWN
+from ..runs.settings import RUNTIME, SETTINGS
+from .read import PARTS, ReportError, Run
 
 BASELINE = "fedavg"
 _ASIDE = RUNTIME | {"seed"}
@@ -62,7 +63,8 @@ def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group]
     made: dict[tuple[Any, ...], dict[int, Run]] = {}
     notes = []
     for run in runs:
-        same = made.setdefault(_what(run), {})
+        what = tuple(sorted((key, repr(value)) for key, value in settings(run).items()))
+        same = made.setdefault(what, {})
         if run.seed in same:
             notes.append(f"{run.folder} repeats {same[run.seed].folder} (same settings and seed) and is left out")
         same.setdefault(run.seed, run)
@@ -81,6 +83,15 @@ def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group]
     return groups, notes
 
 
+def parts(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the groups of clients that some run has, unseen ones only where there are any, with their names."""
+    return {part: name for part, name in PARTS.items() if part == "test" or any(_has(g, part) for g in groups)}
+
+
+def _has(group: Group, part: str) -> bool:
+    return any(group.numbers(part, "clients"))
+
+
 def _look(place: int) -> Look:
     """Return the place-th look; colours come again with another dash."""
     cycle = len(_COLOURS)
@@ -93,12 +104,10 @@ def _first(same: Mapping[int, Run]) -> Run:
 
 def settings(run: Run) -> dict[str, Any]:
     """Return what decides the run's numbers but for the seed; a folder without config.toml has only its result."""
-    found = {key: value for key, value in run.config.items() if key not in _ASIDE}
+    # A run from before there was a setting is one of those that leave it at its default.
+    unused = {name for name, each in SETTINGS.items() if each.later and run.config.get(name) == each.default}
+    found = {key: value for key, value in run.config.items() if key not in _ASIDE | unused}
     return {"method": run.method, "data": run.data, "rounds": run.result["rounds"], **found}
-
-
-def _what(run: Run) -> tuple[Any, ...]:
-    return tuple(sorted((key, repr(value)) for key, value in settings(run).items()))
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -154,6 +163,8 @@ class Gain:
     size: list[int]
     points: list[float]
     unseen: list[bool]
+    names: list[str]
+    """Empty where clients have numbers only, or are too many to show."""
 
 
 def baseline_of(groups: Sequence[Group], baseline: str | None) -> str | None:
@@ -169,7 +180,7 @@ def gains(groups: Sequence[Group], baseline: str) -> tuple[list[Gain], list[str]
     for group in groups:
         if group.method == baseline:
             continue
-        gain = Gain(group, [], [], [])
+        gain = Gain(group, [], [], [], [])
         for run in group.runs:
             reference = references.get(federation(run))
             if reference is None:
@@ -181,6 +192,8 @@ def gains(groups: Sequence[Group], baseline: str) -> tuple[list[Gain], list[str]
                     gain.size.append(client.train_size)
                     gain.points.append(points)
                     gain.unseen.append(client.unseen)
+                    if client.name and len(run.clients) <= SHOWN:
+                        gain.names.append(client.name)
         if gain.points:
             found.append(gain)
         else:

@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from ..evaluate.figures import Column, headline
-from .groups import Group
+from .groups import Group, parts
 from .pictures import INK, MUTED, PAPER, Picture, marked, panel, short
-from .read import PARTS
 from .summary import estimate
 
 _SHIFT = {"test": 0.16, "unseen": -0.16}
@@ -19,7 +18,7 @@ _SHIFT = {"test": 0.16, "unseen": -0.16}
 def pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     """Draw the figures that every table shows, of participating and unseen clients."""
     for shown in headline():
-        both = {part: shown.column(part) for part in PARTS}
+        both = {part: shown.column(part) for part in parts(groups)}
         if any(group.numbers(*column.path) for group in groups for column in both.values()):
             yield _picture(f"interval-{shown.name}", shown.heading, both, groups)
 
@@ -29,6 +28,7 @@ def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Gr
     better = {1: "higher is better", -1: "lower is better", 0: ""}[column.better]
     figure, axes = panel(title, height=1.0 + 0.3 * len(groups))
     seen: list[float] = []
+    reach: list[float] = []
     for line, group in enumerate(groups):
         for part, column in both.items():
             found = estimate(group, column)
@@ -36,8 +36,9 @@ def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Gr
                 continue
             values = [value * column.factor for value in group.numbers(*column.path)]
             seen += values
-            y = -line + _SHIFT[part]
+            y = -line + _SHIFT[part] * (len(both) - 1)
             colour = group.look.colour
+            reach += [found.value if bound is None else bound for bound in (found.low, found.high)]
             if found.low is not None and found.high is not None:
                 drawn = axes.plot([found.low, found.high], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
                 marked(drawn[0], group, len(seen))
@@ -45,9 +46,11 @@ def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Gr
                 drawn = axes.plot(values, [y] * len(values), "|", color=colour, markersize=5, markeredgewidth=0.9)
                 marked(drawn[0], group, 1000 + len(seen))
             face = colour if part == "test" else PAPER
-            drawn = axes.plot(found.value, y, "o", color=colour, markerfacecolor=face, markersize=5.5, zorder=3)
+            drawn = axes.plot(
+                found.value, y, "o", color=colour, markerfacecolor=face, markersize=5.5, zorder=3, clip_on=False
+            )
             marked(drawn[0], group, 2000 + len(seen))
-    _limit(axes, seen, column)
+    _limit(axes, seen, reach, column)
     axes.set_yticks([-line for line in range(len(groups))], [short(group.name, 24) for group in groups])
     axes.set_ylim(-len(groups) + 0.4, 0.6)
     axes.tick_params(axis="y", length=0, colors=INK)
@@ -58,13 +61,16 @@ def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Gr
         for face, label in ((MUTED, "participating"), (PAPER, "unseen"))
     ]
     axes.set_xlabel(better)
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    if len(both) > 1:
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return Picture(name, f"{title} of every method, with 95 % intervals", figure)
 
 
-def _limit(axes: Axes, seen: Sequence[float], column: Column) -> None:
-    """Let the values, not the widest interval, decide the scale: two seeds may have an interval of any width."""
+def _limit(axes: Axes, seen: Sequence[float], reach: Sequence[float], column: Column) -> None:
+    """Show all intervals, but none beyond what the values span: two seeds may have an interval of any width."""
     low, high = min(seen), max(seen)
     room = max(high - low, 0.02 * abs(high), 1e-3)
     top = 100.0 if column.factor == 100 else float("inf")
-    axes.set_xlim(max(low - room, 0.0) - 0.01 * room, min(high + room, top) + 0.03 * room)
+    left, right = max(low - room, min(reach), 0.0), min(high + room, max(reach), top)
+    left = max(0.0, min(left, right - 0.5 * room))  # all alike
+    axes.set_xlim(left - 0.08 * room, right + 0.08 * room)

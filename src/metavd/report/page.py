@@ -18,15 +18,18 @@ from ..data.source import SourceError
 from ..evaluate.figures import headline
 from ..version import VERSION
 from . import curves, gains, intervals, personal, reliability, summary
-from .groups import Group, baseline_of, group, settings, tasks
+from .groups import Group, baseline_of, group, parts, settings, tasks
 from .groups import gains as gains_over
 from .pictures import Picture, looking_alike, publish, slug
-from .read import PARTS, Run, printable, read_runs
+from .read import Run, printable, read_runs
 from .summary import NOTHING
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """The browser fetches nothing, and runs nothing but a script whose hash is added, whatever a file has smuggled in."""
-_TASK = ("data", "partition", "clients", "unseen", "rounds")
+
+
+_ADAPTATION, _NEWCOMERS = {"adapt_steps", "tune_epochs", "mix_epochs"}, {"new_epochs", "newcomer"}
+"""Options that say how a model is made a client's own, and a client's that never took part."""
 
 
 def write_report(
@@ -56,8 +59,8 @@ def _figures(groups: Sequence[Group], baseline: str | None, place: Path) -> dict
     return {
         "intervals": drawn(intervals.pictures(groups)),
         "learning": drawn(curves.learning(groups)),
-        "reliability": {part: drawn(reliability.diagrams(groups, part)) for part in PARTS},
-        "doubts": {part: drawn(reliability.doubts(groups, part)) for part in PARTS},
+        "reliability": {part: drawn(reliability.diagrams(groups, part)) for part in parts(groups)},
+        "doubts": {part: drawn(reliability.doubts(groups, part)) for part in parts(groups)},
         "gains": drawn(gains.pictures(over, against or "")),
         "gain_notes": without,
         "rates": drawn(personal.rates(groups)),
@@ -104,12 +107,12 @@ def _page(
         kind="report",
         facts=_facts(groups, runs),
         groups=groups,
-        parts=PARTS,
+        parts=parts(groups),
         notes=notes,
-        columns=summary.headline_columns(),
+        columns=summary.headline_columns(groups),
         meanings=[(each.heading, each.help) for each in headline(wide=True)],
         width=len(summary.columns("test")),
-        rows=summary.rows(groups, summary.headline_columns()),
+        rows=summary.rows(groups, summary.headline_columns(groups)),
         over=_over(groups),
         domains=domains,
         domain_rows=summary.rows(groups, [column for _, pair in domains for column in pair]),
@@ -140,25 +143,31 @@ def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
 
     seeds = sorted({run.seed for run in runs})
     shown = ", ".join(map(str, seeds)) if len(seeds) <= 6 else f"{seeds[0]} to {seeds[-1]}"
-    known = [int(run.number(part, "clients") or 0) for part in PARTS for run in runs]
-    count = len(runs)
+    known = [
+        f"{each(int(run.number(part, 'clients') or 0) for run in runs)} {name}" for part, name in parts(groups).items()
+    ]
     return [
         f"{len(groups)} method{'s' * (len(groups) != 1)}",
         f"seed{'s' * (len(seeds) != 1)} {shown}",
         f"{each(run.result['rounds'] for run in runs)} rounds",
-        f"{each(known[:count])} participating and {each(known[count:])} unseen clients",
+        f"{' and '.join(known)} clients",
         *dict.fromkeys(str(run.config["partition"]) for run in runs if run.config.get("partition")),
     ]
 
 
 def _settings(groups: Sequence[Group]) -> list[tuple[str, list[str], bool]]:
-    """Return each setting, its value in every group ("" where a method has none), and whether values differ."""
+    """Return each setting, its value in every group (a dash where a method has none), and whether values differ.
+
+    Of what a client does before use, to have it or not is a difference too.
+    """
     each = [settings(one.runs[0]) for one in groups]
+    adaptation = _ADAPTATION | (_NEWCOMERS if "unseen" in parts(groups) else set())
     keys = dict.fromkeys(key for one in each for key in one if key != "method")
     rows = []
     for key in keys:
-        values = [_text(one[key]) if key in one else "" for one in each]
-        rows.append((key, values, len({value for value in values if value}) > 1))
+        values = [_text(one[key]) if key in one else NOTHING for one in each]
+        known = {value for value in values if value != NOTHING}
+        rows.append((key, values, len(known) > 1 or (key in adaptation and NOTHING in values)))
     return rows
 
 

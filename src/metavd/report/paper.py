@@ -50,7 +50,8 @@ def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
             known = [(row, each) for row, each in bins if each]
             if known:
                 path = folder / f"reliability-{view.table.name}-{column}.png"
-                _save(_diagrams(known), path)
+                with mpl.rc_context({"font.size": 8}):
+                    _diagrams(known).savefig(path, dpi=110)
                 drawn.append((f"Reliability on unseen clients: {view.table.name}, Dirichlet {column}", path))
     return drawn
 
@@ -81,8 +82,3 @@ def _diagrams(cells: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     figure.supxlabel("probability given to a class", fontsize=9)
     figure.supylabel("how often it was the class", fontsize=9)
     return figure
-
-
-def _save(figure: Figure, path: Path) -> None:
-    with mpl.rc_context({"font.size": 8}):
-        figure.savefig(path, dpi=110)

@@ -32,14 +32,15 @@ def rates(groups: Sequence[Group]) -> Iterator[Picture]:
                 yield Picture(
                     f"rates-{tag(group)}-{place + 1}-{slug(layer)}",
                     f"Dropout rates of layer {layer} of {group.name}, seed {run.seed}, of all clients and of each",
-                    _rates(group, layer, each, run.seed),
+                    _rates(group, layer, each, run),
                 )
 
 
-def _rates(group: Group, layer: str, rates: Rates, seed: int) -> Figure:
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+def _rates(group: Group, layer: str, rates: Rates, run: Run) -> Figure:
+    names = run.client_names()
+    figure = Figure(figsize=(WIDTH, 3.6 + 0.12 * max(len(names) - 14, 0)), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2])
-    above.set_title(f"{short(group.name, 26)}: {short(layer, 14)}, seed {seed}")
+    above.set_title(f"{short(group.name, 26)}: {short(layer, 14)}, seed {run.seed}")
     total = rates.clients.sum(0)
     above.stairs(100 * total / total.sum(), rates.edges, fill=True, color=group.look.colour)
     above.set_ylabel("% of rates")
@@ -52,7 +53,10 @@ def _rates(group: Group, layer: str, rates: Rates, seed: int) -> Figure:
         norm=PowerNorm(0.5, 0, max(float(shares.max()), 1e-9)),
     )  # fmt: skip
     below.grid(visible=False)
-    below.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if len(names) == len(shares):
+        below.set_yticks(range(1, len(names) + 1), [short(names[place], 14) for place in order])
+    else:
+        below.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     below.set(xlabel="dropout rate", ylabel="clients, by mean rate")
     figure.colorbar(image, ax=below, label="% of a client's rates", aspect=14, pad=0.02).outline.set_visible(False)
     return figure
@@ -108,8 +112,15 @@ def _map(group: Group, run: Run, points: np.ndarray) -> Figure:
         bar = figure.colorbar(drawn, ax=axes, label=says, aspect=22, pad=0.02)
         bar.outline.set_visible(False)
         if few:
-            bar.set_ticks(range(held.shape[1]))
+            bar.set_ticks(range(held.shape[1]), labels=[short(run.class_name(k), 12) for k in range(held.shape[1])])
             bar.ax.tick_params(length=0)
+    turns = place[:, 1].argsort(kind="stable").argsort()  # neighbours have their names on different sides
+    for (x, y), name, turn in zip(place, run.client_names(), turns, strict=False):
+        side = -1 if turn % 2 and len(place) > 8 else 1
+        axes.annotate(
+            short(name, 14), (x, y), xytext=(4 * side, 4), textcoords="offset points", fontsize=7,
+            ha="left" if side > 0 else "right",
+        )  # fmt: skip
     axes.set(xlabel=f"1st component, {share[0]:.0%} of variance", ylabel=f"2nd component, {share[1]:.0%}")
-    axes.margins(0.12)
+    axes.margins(0.3 if run.client_names() else 0.12, 0.12)  # room for names
     return figure

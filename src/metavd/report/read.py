@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..data.collection import SHOWN
 from ..errors import SpecError, UserError
 from ..evaluate.figures import LARGEST, number, of_clients
 from ..runs.details import LIMIT
@@ -45,6 +46,8 @@ class Client:
     test_size: int
     figures: Mapping[str, float]
     """Only those that are defined."""
+    name: str = ""
+    """Empty where clients have numbers only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +110,17 @@ class Run:
     def number(self, *path: str) -> float | None:
         """Return a number of the result, ("test", "accuracy"); None where there is none."""
         return number(self.result, *path)
+
+    def class_name(self, label: int) -> str:
+        """Return what a class is called: its name where the run knows it, or its number."""
+        names = self.result.get("names")
+        known = names.get("classes") if isinstance(names, Mapping) else None
+        return str(known[label]) if isinstance(known, list) and label < len(known) else str(label)
+
+    def client_names(self) -> list[str]:
+        """Return the names of the participating clients where there are few enough to show them; else nothing."""
+        names = [client.name for client in self.clients if not client.unseen]
+        return names if all(names) and len(self.clients) <= SHOWN else []
 
     def labels_of(self, client: Client) -> np.ndarray | None:
         """Return (K,) training rows of each class, of a client that details.json has."""
@@ -224,7 +238,8 @@ def _clients(path: Path) -> list[Client]:
         sizes = [int(line[name]) for name in ("client", "unseen", "train_size", "test_size")]
         figures = {name: float(line[name]) for name in names if line.get(name)}
         defined = {name: value for name, value in figures.items() if abs(value) < LARGEST}
-        clients.append(Client(sizes[0], bool(sizes[1]), sizes[2], sizes[3], defined))
+        name = printable(line.get("name") or "")
+        clients.append(Client(sizes[0], bool(sizes[1]), sizes[2], sizes[3], defined, name))
     if len({client.number for client in clients}) != len(clients):
         raise ValueError("a client stands in it twice")
     return clients

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .groups import Group
 from .pictures import INK, MUTED, RIGHT, TOO_SURE, WRONG, Picture, panel, short, tag
@@ -95,6 +96,7 @@ def doubts(groups: Sequence[Group], part: str) -> Iterator[Picture]:
                 axes.stairs(shares, doubt.edges, fill=True, color=colour, alpha=0.3)
                 axes.stairs(shares, doubt.edges, color=colour, linewidth=1.3, label=f"{name}: {counts.sum():,.0f}")
         axes.set(xlim=(0, doubt.edges[-1]), xlabel="entropy of the answer, nats", ylabel="% of them")
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
         axes.set_ylim(0, 1.5 * axes.dataLim.ymax)  # room for the legend
         axes.legend(loc="upper right")

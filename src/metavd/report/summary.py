@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..evaluate.figures import SECONDS, SENT, Column, get, headline, number
+from ..evaluate.figures import EPSILON, SECONDS, SENT, Column, get, headline, number
 from ..evaluate.intervals import interval
-from .groups import Group
-from .read import PARTS
+from .groups import Group, parts
 
 
 def columns(part: str) -> tuple[Column, ...]:
@@ -20,9 +19,10 @@ def columns(part: str) -> tuple[Column, ...]:
     return tuple(figure.column(part) for figure in headline(wide=True))
 
 
-def headline_columns() -> tuple[Column, ...]:
-    """Return the columns of the first table: both groups of clients, and what it cost."""
-    return (*columns("test"), *columns("unseen"), SENT, SECONDS)
+def headline_columns(groups: Sequence[Group]) -> tuple[Column, ...]:
+    """Return the columns of the first table: the groups of clients that there are, what it cost, and epsilon if any."""
+    private = (EPSILON,) if any(group.numbers(*EPSILON.path) for group in groups) else ()
+    return (*(column for part in parts(groups) for column in columns(part)), SENT, SECONDS, *private)
 
 
 class Estimate(NamedTuple):
@@ -101,6 +101,6 @@ def domain_columns(groups: Sequence[Group]) -> list[tuple[str, tuple[Column, ...
     names = dict.fromkeys(name for domains in found if isinstance(domains, Mapping) for name in domains)
     shown = get("accuracy").column()
     return [
-        (name, tuple(shown._replace(title=PARTS[part], path=("domains", name, part)) for part in PARTS))
+        (name, tuple(shown._replace(title=kind, path=("domains", name, part)) for part, kind in parts(groups).items()))
         for name in names
     ]

@@ -71,14 +71,14 @@ def _uncertainty(results: Sequence[ClientResult]) -> dict[str, list[float]] | No
 
 def drawn_rates(algorithm: Algorithm, state: ServerState, known: int) -> dict[str, dict[str, Any]] | None:
     """Return histograms of the dropout rates of participating clients; None where the method has none."""
-    if algorithm.noise is None:
+    if algorithm.posterior is None:
         return None
     edges = torch.linspace(0, 1, _BINS + 1)
     found: dict[str, list[list[int]]] = {}
     with torch.no_grad():
         for client in range(min(known, LIMIT)):
             received = algorithm.emit.apply(state.params, torch.tensor(client, device=state.round.device), state.round)
-            for layer, rate in algorithm.noise.rates(received).items():
+            for layer, rate in algorithm.posterior.rates(received).items():
                 bins = torch.histc(rate.float().cpu(), _BINS, 0, 1).long().tolist()
                 found.setdefault(layer, []).append(bins)
     return {layer: {"edges": edges.tolist(), "clients": clients} for layer, clients in found.items()}

@@ -33,6 +33,18 @@ def _precisions() -> Sequence[str]:
     return ("auto", *PRECISIONS)
 
 
+def _rule(text: str) -> str:
+    from ..core import rules  # noqa: PLC0415 (torch)
+
+    return rules.check(text)
+
+
+def _attack(text: str) -> str:
+    from ..engine import attacks  # noqa: PLC0415 (torch)
+
+    return attacks.check(text)
+
+
 _MANY = 10**7
 _FAILING = "it makes simulated clients fail; real ones do so by themselves"
 _ONE_CLIENT = "a site trains one client; leave it out"
@@ -67,9 +79,9 @@ class Experiment:
         0, "3 turns grey images into colour ones; 0: as stored, the most of several datasets", low=0, high=4
     )
     clients: int = option(0, "participating clients", low=1, high=_MANY, from_data=20)
-    unseen: int | float = option(
-        -1, "clients that are never trained with, or their share of all clients", low=0, high=_MANY, share=True,
-        from_data=5,
+    unseen: int | float | str = option(
+        -1, "clients that are never trained with: how many, their share of all clients, or their names", low=0,
+        high=_MANY, share=True, names=True, from_data=5,
     )  # fmt: skip
     cohort: int | float = option(
         0, "clients asked in a round, or their share of the participating ones", low=1, high=_MANY, share=True,
@@ -82,6 +94,17 @@ class Experiment:
     lost: str = option(
         "0", "probability that the answer of an asked client does not arrive; likewise", foreign=_FAILING
     )
+    aggregate: str = option(
+        "mean", "how answers become one: median, trimmed:SHARE, krum:LIARS, ...; metavd aggregations lists all",
+        canonical=_rule, later=True,
+    )  # fmt: skip
+    max_share: float = option(
+        0.0, "most that a client weighs in a round, times the median client; 0: no bound", low=0, later=True
+    )
+    attack: str = option(
+        "none", "how a share of clients lies: sign-flip:SHARE, scale:SHARE:FACTOR, noise:SHARE:STD, label-flip:SHARE",
+        canonical=_attack, later=True, foreign="it makes simulated clients lie; real ones do so by themselves",
+    )  # fmt: skip
     rounds: int = option(0, "communication rounds", low=1, high=_MANY, from_data=100)
     seed: int = option(0, "seed of everything random", low=0, high=2**32 - 1)
     valid: float = option(0.0, "share of the training rows kept for validation", low=0, high=0.9)
@@ -100,12 +123,17 @@ class Experiment:
         0.2, "share of rows for testing where the dataset has no split of its own", low=0, high=0.9
     )
     model: str = option(
-        "auto", "network: auto, cnn, small-cnn, mlp, or one of an installed package", canonical=models.check,
-        from_data="auto",
+        "auto",
+        "network: auto, cnn, small-cnn, mlp, lenet, resnet8, resnet18, lstm, transformer, or an installed package's",
+        canonical=models.check, from_data="auto",
     )  # fmt: skip
     width: int = option(
         0, "width of the network; 0: the model's own default, the same for every method", low=0, high=4096
     )
+    weights: str = option(
+        "", "safetensors file with the network's first weights; its content is what counts", runtime=True,
+        foreign="a federation starts from the network's own first weights; leave it out",
+    )  # fmt: skip
     eval_every: int = option(
         0, "rounds between evaluations; 0: a tenth of all, at least 5", low=1, high=_MANY, runtime=True
     )
@@ -130,6 +158,7 @@ class Experiment:
     )  # fmt: skip
     dtype: Literal["float32", "float64"] = option("float32", "float32 or float64")
     content: str = option("", "fingerprint of the data and of your own network; set by run")
+    weights_content: str = option("", "fingerprint of the weights' file; set by run", later=True)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -141,8 +170,37 @@ FROM_DATA = frozenset(name for name, setting in SETTINGS.items() if setting.from
 """Settings whose default is the dataset's."""
 
 
+def with_data(settings: Mapping[str, Any], data: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings with options of the dataset in its text: data=table:F label=y is data=table:F,label=y.
+
+    `data` is the dataset where the settings name none; `others` are settings that are no dataset's.
+    """
+    unknown = [key for key in settings if key not in SETTINGS and key not in others]
+    if not unknown:
+        return dict(settings)
+    from ..data import collection, formats  # noqa: PLC0415 (NumPy)
+    from ..data.source import SourceError  # noqa: PLC0415
+
+    text = str(settings.get("data", data))
+    try:
+        parts = collection.parse(text)
+    except SourceError:  # data handed over in Python; or a wrong name, which is found when it is read
+        return dict(settings)
+    known = formats.info(parts[0].name).options if len(parts) == 1 else {}
+    own = {key: settings[key] for key in unknown if key in known}
+    for key, value in own.items():
+        if key in parts[0].options and parts[0].options[key] != known[key].parse(str(value)):
+            raise SpecError(f"{key} is {value!r}, but {text!r} says {parts[0].options[key]!r} already; say it once")
+        if key not in parts[0].options:
+            text += ("," if parts[0].path or ":" in text else ":") + f"{key}={value}"
+    rest = {key: value for key, value in settings.items() if key not in own}
+    return rest | {"data": text} if own else rest
+
+
 def with_settings(experiment: Experiment, settings: Mapping[str, Any]) -> Experiment:
     """Return the experiment with fields and options set by name, checked one by one."""
+    method = methods.check(str(settings.get("method", experiment.method)))
+    settings = with_data(settings, experiment.data, list(methods.options_of(method)))
     changes = {key: SETTINGS[key].check(value) for key, value in settings.items() if key in SETTINGS}
     method = str(changes.get("method", experiment.method))
     known = methods.options_of(method)
@@ -174,7 +232,7 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
         if values[name] == SETTINGS[name].default:
             values[name] = suits.get(name, SETTINGS[name].from_data)
     clients, unseen, cohort = values["clients"], values["unseen"], values["cohort"]
-    if 0 < unseen < 1:
+    if not isinstance(unseen, str) and 0 < unseen < 1:
         values["unseen"] = round(unseen / (1 - unseen) * clients)
     if 0 < cohort < 1:
         values["cohort"] = max(1, round(cohort * clients))
@@ -194,6 +252,9 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
     preset = {key: value for key, value in suits.items() if key in known and key not in FROM_DATA}
     checked = {name: setting.check(values[name]) for name, setting in SETTINGS.items()}
     chosen = methods.resolve(experiment.method, preset | dict(experiment.options))
+    if chosen.get("prior_answer") == "auto":
+        dealt_alike = values["partition"] == "natural" or values["test_rows"] == "consistent"
+        chosen["prior_answer"] = "with" if dealt_alike else "without"
     result = Experiment(**checked, options=chosen)  # type: ignore[arg-type]
     _check(result)
     return result
@@ -202,9 +263,10 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
 def _check(e: Experiment) -> None:
     import torch  # noqa: PLC0415
 
-    from ..core import rng  # noqa: PLC0415
+    from ..core import rng, rules  # noqa: PLC0415
     from ..data import partition  # noqa: PLC0415
     from ..data.cohort import probabilities  # noqa: PLC0415
+    from ..engine import attacks  # noqa: PLC0415
 
     if e.cohort > e.clients:
         raise SpecError(f"cohort is {e.cohort}, but only {e.clients} clients participate; it must be at most that")
@@ -219,6 +281,10 @@ def _check(e: Experiment) -> None:
     if e.patience and not e.valid:
         raise SpecError(f"patience is {e.patience}, but there are no validation rows to watch; set valid, such as 0.2")
     partition.parse(e.partition)
+    rules.check_cohort(e.aggregate, int(e.cohort))
+    attack = attacks.parse(e.attack)
+    if attack is not None and not round(attack.share * e.clients):
+        raise SpecError(f"attack is {e.attack!r}, but that is none of {e.clients} clients; raise the share")
     for name in ("available", "lost"):
         probabilities(getattr(e, name), e.clients, rng.key(0), name)
 
@@ -259,14 +325,19 @@ def _scalar(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Read a TOML file, or say in one sentence why it cannot be."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SpecError(f"cannot read {what} {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{what} {path} is not TOML: {error}") from None
+
+
 def from_toml(path: Path) -> dict[str, Any]:
     """Read settings from a TOML file: fields at the top, options in [options] or at the top."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise SpecError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"the configuration {path} is not TOML: {error}") from None
+    values = read_toml(path, "the configuration")
     options = values.pop("options", {})
     if not isinstance(options, dict):
         raise SpecError(f"options in {path} is {options!r}, but must be a table [options]")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..container import write_atomic
+from ..container import finite, write_atomic
 from ..errors import UserError
 
 _RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds")
@@ -167,10 +167,10 @@ class Store:
         if not self.rounds.exists():
             return []
         records = []
-        for line in self.rounds.read_text().splitlines():
+        for line in self.rounds.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 break  # a line that a crash cut short: nothing after it counts
             if not isinstance(record, dict) or "round" not in record:
                 break
@@ -196,9 +196,9 @@ class Store:
         writer.writeheader()
         writer.writerows(clients)
         write_atomic(self.clients, text.getvalue().encode())
-        write_atomic(self.details, (json.dumps(details, allow_nan=False) + "\n").encode())
-        write_atomic(self.result, (json.dumps(result, indent=2) + "\n").encode())
+        write_atomic(self.details, (json.dumps(finite(details), allow_nan=False) + "\n").encode())
+        write_atomic(self.result, (json.dumps(finite(result), indent=2, allow_nan=False) + "\n").encode())
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record) + "\n"
+    return json.dumps(finite(record), allow_nan=False) + "\n"

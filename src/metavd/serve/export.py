@@ -25,9 +25,10 @@ from ..container import Format, dump, write_atomic
 from ..core import rng
 from ..core.gp_slots import POINTS
 from ..core.posterior import per_weight
+from ..errors import UserError
 from ..tree import Params
 from .personal import Personal, Prediction
-from .samples import Samples, UseError, domain_number
+from .samples import Samples, described, domain_number
 
 FORMATS = ("safetensors", "onnx")
 TABLES = ("csv", "parquet")
@@ -49,19 +50,19 @@ def need(name: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise UseError(f"{what} needs the package {name}; install it with pip install 'metavd[{extra}]'") from None
+        raise UserError(f"{what} needs the package {name}; install it with pip install 'metavd[{extra}]'") from None
 
 
 def check_path(path: Path, kinds: Sequence[str], kind: str | None = None) -> str:
     """Return which kind of file is to be written, before anything is computed for it."""
     ending = path.suffix.removeprefix(".").lower()
     if kind is not None and kind not in kinds:
-        raise UseError(f"format is {kind!r}, but must be {' or '.join(kinds)}")
+        raise UserError(f"format is {kind!r}, but must be {' or '.join(kinds)}")
     if ending != kind if kind is not None else ending not in kinds:
         right = " or ".join(f".{each}" for each in ([kind] if kind is not None else kinds))
-        raise UseError(f"the file {path} ends in {path.suffix or 'nothing'!r}, but must end in {right}")
+        raise UserError(f"the file {path} ends in {path.suffix or 'nothing'!r}, but must end in {right}")
     if not path.parent.is_dir():
-        raise UseError(f"the file {path} lies in a folder that does not exist; create {path.parent} first")
+        raise UserError(f"the file {path} lies in a folder that does not exist; create {path.parent} first")
     return ending
 
 
@@ -69,14 +70,14 @@ def check_path(path: Path, kinds: Sequence[str], kind: str | None = None) -> str
 
 
 def table(own: Personal, rows: Samples, said: Prediction, top: int | None = None) -> dict[str, list[Any]]:
-    """Return the answers by column, a line a row; `top` gives the most probable classes in place of all.
+    """Return the answers by column, one line per row; `top` gives the most probable classes in place of all.
 
     row, file (of a folder), client and label (where they are known), predicted, confidence, entropy,
     mutual_information (where there is a posterior), then p_CLASS for every class, or top_1, p_1, top_2, p_2, ...
     """
     names = own.classes
     if top is not None and not 1 <= top <= len(names):
-        raise UseError(f"top is {top}, but must lie between 1 and the {len(names)} classes")
+        raise UserError(f"top is {top}, but must lie between 1 and the {len(names)} classes")
     order = np.argsort(-said.probs, axis=1, kind="stable")[:, : top or 1]
     columns: dict[str, list[Any]] = {"row": list(range(len(said.probs)))}
     if rows.files is not None:
@@ -157,7 +158,8 @@ def export(
 def _short(own: Personal) -> dict[str, Any]:
     """What may travel with a model: nothing that names a person or a folder of this machine."""
     public = ("metavd", "method", "data", "spec", "model_sha256", "round", "kind", "samples", "classes", "domain")
-    return {key: own.about[key] for key in public}
+    prepare = described(own.takes)["prepare"]
+    return {key: own.about[key] for key in public} | ({"prepare": prepare} if prepare else {})
 
 
 def plain_weights(own: Personal) -> Params:
@@ -165,7 +167,7 @@ def plain_weights(own: Personal) -> Params:
 
     What the method keeps beside them (pFedGP's tree) goes along under its own names.
     """
-    noise = own.algorithm().noise
+    noise = own.algorithm().posterior
     result = {name: value for name, value in own.params.items() if not name.endswith(".mask")}
     for layer in [] if noise is None else noise.layers:
         assert noise is not None
@@ -214,14 +216,15 @@ def onnx_bytes(own: Personal, *, domain: str | None = None, samples: int | None 
     onnxruntime and compared before it is returned.
     """
     if POINTS in own.params:
-        raise UseError(
+        raise UserError(
             f"{own.experiment.method} answers by Gaussian processes, whose Cholesky factors ONNX cannot express; "
             "use --format safetensors, or metavd predict"
         )
     onnx, runtime, _ = (need(name, "export", "ONNX") for name in ("onnx", "onnxruntime", "onnxscript"))
     number = domain_number(own.takes, domain or own.about["domain"])
     graph = _Graph(_single(own), number, samples).eval()
-    draw = np.random.default_rng(0).uniform(0, 255 if own.takes.x.dtype == np.uint8 else 1, (9, *own.takes.x.shape[1:]))
+    top = own.takes.tokens or (255 if own.takes.x.dtype == np.uint8 else 1)
+    draw = np.random.default_rng(0).uniform(0, top, (9, *own.takes.x.shape[1:]))
     stored = draw.astype(own.takes.x.dtype)
     said = own.predict(stored, samples=samples, domain=domain)
     wanted = {"probabilities": said.probs, "mutual_information": said.mutual_information}
@@ -240,12 +243,12 @@ def onnx_bytes(own: Personal, *, domain: str | None = None, samples: int | None 
         session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
     except Exception as error:  # exporter and runtime raise kinds of their own, for a network that they cannot express
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UseError(f"this network cannot be written as ONNX ({why}); use --format safetensors") from error
+        raise UserError(f"this network cannot be written as ONNX ({why}); use --format safetensors") from error
     for count in (len(rows), 1):
         got = dict(zip(names, session.run(None, {"x": rows[:count].numpy()}), strict=True))
         worst = max(float(np.abs(got[name] - wanted[name][:count]).max()) for name in names)  # type: ignore[index]
         if not worst <= AGREES:
-            raise UseError(f"onnxruntime answers {worst:.2g} apart from the model, but at most {AGREES:g} is allowed")
+            raise UserError(f"onnxruntime answers {worst:.2g} apart from the model, but at most {AGREES:g} is allowed")
     return data
 
 
@@ -280,6 +283,7 @@ def card(own: Personal, file: str, kind: str, *, domain: str | None = None, lice
         else "no rows: as a new client receives it"
     )
     shape = " x ".join(str(length) for length in takes.x.shape[1:])
+    unit = "token ids" if takes.tokens else "numbers"
     names = own.classes
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     lines = [
@@ -290,7 +294,7 @@ def card(own: Personal, file: str, kind: str, *, domain: str | None = None, lice
         f"| method | `{about['method']}`, {e.rounds} rounds, {e.clients} participating clients, seed {e.seed} |",
         f"| data | {about['data']}, fingerprint `{e.content}` |",
         f"| adapted to | {rows} |",
-        f"| input | {shape} numbers a row, stored as {takes.x.dtype} |",
+        f"| input | {shape} {unit} a row, stored as {takes.x.dtype}{_prepared(own)} |",
         f"| classes | {len(names)}: {shown} |",
         f"| run | `{about['spec']}`, state of round {about['round']}, SHA-256 `{about['model_sha256'][:12]}` |",
         f"| made with | metavd {about['metavd']} |",
@@ -309,6 +313,14 @@ def card(own: Personal, file: str, kind: str, *, domain: str | None = None, lice
         *_loading(own, file, kind, domain),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _prepared(own: Personal) -> str:
+    """Say how a table's or a text's rows become the model's inputs."""
+    if own.takes.prepare is None:
+        return ""
+    what = {"table": "columns", "text": "texts"}[own.takes.prepare.plain()["kind"]]
+    return f"; made of {what} by `prepare` in the file's metadata: `metavd.data.prepare.restored(prepare).rows(...)`"
 
 
 def _informed(own: Personal) -> str:
@@ -351,7 +363,8 @@ def _loading(own: Personal, file: str, kind: str, domain: str | None) -> list[st
         return ["The answers come from a Gaussian-process tree beside the network; use `metavd predict` on the "
                 "personalised folder for them."]  # fmt: skip
     look = takes if number is None else takes.domains[number]
-    built = f'module_for("{e.model}", {tuple(takes.x.shape[1:])}, {takes.num_classes}, {e.width})'
+    more = f", {takes.tokens}" if takes.tokens else ""
+    built = f'module_for("{e.model}", {tuple(takes.x.shape[1:])}, {takes.num_classes}, {e.width}{more})'
     network = built if own.module is None else "...  # the network that the run was given"
     lines = [
         "The file holds the weights by their names in the network, and for layers with a posterior their variances "
@@ -369,6 +382,9 @@ def _loading(own: Personal, file: str, kind: str, domain: str | None) -> list[st
             "",
             "Rows are normalised as their dataset was; the metadata of a personalised folder has the numbers.",
         ]
+    if takes.tokens:
+        return [*lines, f"x = torch.zeros(1, {takes.x.shape[1]}, dtype=torch.int64)  # your rows, as token ids",
+                "probabilities = network(x).softmax(-1)", "```"]  # fmt: skip
     axes = (1, 1) if takes.x.ndim == 4 else ()
     mean, std = (f"torch.tensor({list(v)}).reshape({(-1, *axes)})" for v in (look.mean, look.std))
     return [

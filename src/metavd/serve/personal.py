@@ -28,26 +28,30 @@ import torch
 from numpy.typing import ArrayLike
 from torch import nn
 
-from .. import container
+from .. import container, tree
 from ..container import Format, write_atomic
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
 from ..data.cohort import Pool
 from ..data.cohort import pool as pool_of
+from ..data.collection import SHOWN
 from ..data.formats.cache import Note, log
-from ..data.partition import Federation
+from ..data.partition import Federation, some
 from ..data.source import Source, SourceError, transform
 from ..engine import turn
-from ..engine.checkpoint import load_checkpoint, state_hash
+from ..engine.checkpoint import hashes, load_checkpoint, state_hash
+from ..engine.kept import held as held_by
+from ..engine.kept import newcomers
 from ..engine.machine import tuned
 from ..engine.task import Task, client_task
+from ..errors import UserError
 from ..evaluate.uncertainty import entropy
 from ..runs.run import Data, Setup, channels_last, data_of, prepare, using
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.store import Store
 from ..tree import Params
 from ..version import VERSION
-from .samples import Given, Samples, UseError, blank, class_names, described, domain_number, fit, restored, samples
+from .samples import Given, Samples, blank, class_names, described, domain_number, fit, restored, samples
 
 MODEL = Format("model", 2)
 WEIGHTS, CONFIG, ABOUT = "weights.safetensors", "config.toml", "model.json"
@@ -69,7 +73,8 @@ class Prediction(NamedTuple):
 class Trained:
     """A run's folder, opened."""
 
-    folder: Path
+    folder: Path | None
+    """None of a run that wrote no files."""
     setup: Setup
     state: ServerState
     result: dict[str, Any] | None
@@ -127,7 +132,7 @@ class Personal:
         options = self.experiment.options
         if "predict" not in options:
             if samples is not None:
-                raise UseError(f"samples is {samples}, but {self.experiment.method} has no posterior to draw from")
+                raise UserError(f"samples is {samples}, but {self.experiment.method} has no posterior to draw from")
             return self.algorithm().predict
         chosen = {} if samples is None else {"samples": samples}
         draws = self.algorithm(predict="draws", **chosen).predict
@@ -173,7 +178,7 @@ class Personal:
         """Write the folder, whole or not at all; it must be new or empty."""
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UseError(f"{folder} is there already and not empty; name a new folder")
+            raise UserError(f"{folder} is there already and not empty; name a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         about = json.dumps({**self.about, "takes": described(self.takes)}, indent=2) + "\n"
         contents = {CONFIG: to_toml(self.experiment).encode(), ABOUT: about.encode()}
@@ -203,11 +208,11 @@ class Personal:
             about = json.loads(texts[ABOUT])
             takes = restored(about.pop("takes"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UseError(f"{folder} holds no sound personalised model ({error}); personalise it again") from None
+            raise UserError(f"{folder} holds no sound personalised model ({error}); personalise it again") from None
         params = {name: value.to(device) for name, value in loaded.items()}
         experiment = replace(with_settings(Experiment(), from_toml(folder / CONFIG)), device=str(device))
         if module is None and "/" in experiment.content:
-            raise UseError(f"{folder} {_OWN_MODULE}")
+            raise UserError(f"{folder} {_OWN_MODULE}")
         found = Personal(params, takes, experiment, about, module)
         _check_module(found, str(folder))
         return found
@@ -222,16 +227,18 @@ def _check_module(own: Personal, place: str) -> None:
     for layer, shape in own.model.layers.items():
         weight = own.params.get(f"{layer}.weight")
         if weight is not None and tuple(weight.shape) != shape:
-            raise UseError(f"{place} has a layer {layer} of shape {tuple(weight.shape)}, but the module's is {shape}")
-    missing = [layer for layer in list(own.model.layers)[:-1] if f"{layer}.weight" not in own.params]
+            raise UserError(f"{place} has a layer {layer} of shape {tuple(weight.shape)}, but the module's is {shape}")
+    missing = [
+        layer for layer in own.model.layers if layer not in own.model.head and f"{layer}.weight" not in own.params
+    ]
     if missing:
-        raise UseError(f"{place} has no layer {missing[0]}, but the module has; pass the module that was trained")
+        raise UserError(f"{place} has no layer {missing[0]}, but the module has; pass the module that was trained")
     if own.about["noise"] != _noise(own.algorithm()):
-        raise UseError(f"{place} has another posterior than the module gives it; pass the module as it was trained")
+        raise UserError(f"{place} has another posterior than the module gives it; pass the module as it was trained")
 
 
 def _noise(algorithm: Algorithm) -> dict[str, Any] | None:
-    return None if algorithm.noise is None else json.loads(json.dumps(algorithm.noise.describe()))
+    return None if algorithm.posterior is None else json.loads(json.dumps(algorithm.posterior.describe()))
 
 
 # From a run to a client's model
@@ -258,18 +265,19 @@ def open_run(
     """
     store = Store(Path(folder))
     if not store.is_run():
-        raise UseError(f"{folder} holds no run and no personalised model; name the --out folder of one")
+        raise UserError(f"{folder} holds no run and no personalised model; name the --out folder of one")
     given = with_settings(Experiment(), from_toml(store.config))
     if module is None and "/" in given.content:
-        raise UseError(f"the run in {folder} {_OWN_MODULE}")
+        raise UserError(f"the run in {folder} {_OWN_MODULE}")
     if trained_on is None:
         _check_readable(given, folder)
-    given = replace(given, device=device or (given.device if torch.cuda.is_available() else "cpu"))
+    # The state holds all weights by now; whoever uses it need not have the file that training began with.
+    given = replace(given, weights="", device=device or (given.device if torch.cuda.is_available() else "cpu"))
     given = given if root is None else replace(given, root=str(root))
     setup = prepare(given, data_of(given, trained_on, note), module)
     if setup.experiment.content != given.content:
         now = f"content {setup.experiment.content} in place of {given.content}"
-        raise UseError(f"the data or the network are not those that the run in {folder} was trained with ({now})")
+        raise UserError(f"the data or the network are not those that the run in {folder} was trained with ({now})")
     result = store.read_result() if store.result.exists() else None
     state = _tested(store, setup, result, note)
     return Trained(store.folder, setup, state, result, module)
@@ -279,7 +287,7 @@ def _check_readable(given: Experiment, folder: str | Path) -> None:
     try:
         collection.parse(given.data)
     except SourceError:
-        raise UseError(
+        raise UserError(
             f"the run in {folder} was trained on {given.data!r}, which is no dataset's name but data handed over in "
             "Python; use Python and pass them as trained_on="
         ) from None
@@ -292,11 +300,11 @@ def _tested(store: Store, setup: Setup, result: Mapping[str, Any] | None, note: 
     if found is not None and "best" in found[1]:
         found = load_checkpoint(store.best, device, note, round=found[1]["best"]["round"])
     if found is None:
-        raise UseError(f"the run in {store.folder} has no sound checkpoint; train it with metavd run --resume")
+        raise UserError(f"the run in {store.folder} has no sound checkpoint; train it with metavd run --resume")
     if result is None:
         note(f"the run in {store.folder} is not finished; its state of round {int(found[0].round)} is used")
-    elif state_hash(found[0]) != result["model_sha256"]:
-        raise UseError(
+    elif any(result[name] != value for name, value in hashes(found[0]).items()):
+        raise UserError(
             f"the state of round {result['tested_round']} that the run in {store.folder} tested is missing or damaged; "
             "run it again into another folder"
         )
@@ -332,7 +340,7 @@ def personalize(
     trained = _opened(run, trained_on=trained_on, module=module, root=root, device=device, note=note)
     found = personalize_each(trained, source, client=client, domain=domain, root=root, note=note)
     if len(found) > 1:
-        raise UseError(f"the data hold {len(found)} clients ({_some(list(found))}), but one is wanted; name it")
+        raise UserError(f"the data hold {len(found)} clients ({_some(list(found))}), but one is wanted; name it")
     return next(iter(found.values()))
 
 
@@ -350,12 +358,15 @@ def personalize_each(
     trained = _opened(run, root=root, note=note, **how)
     if source is None:
         number = None if client is None else _number(trained, client)
-        return {"new" if number is None else str(number): _participating(trained, number, domain)}
+        called = "new" if number is None else trained.setup.pool.federation.name(number)
+        return {called: _participating(trained, number, domain)}
     e, held = trained.setup.experiment, trained.setup.pool.federation.source
     takes, classes = blank(held), class_names(e.data, held)
     rows = samples(source, takes, classes, data=e.data, domain=domain, root=root or e.root, note=note)
     if rows.y is None:
-        raise UseError(f"{rows.name} has no labels, but a model is adapted to labelled rows; metavd predict needs none")
+        raise UserError(
+            f"{rows.name} has no labels, but a model is adapted to labelled rows; metavd predict needs none"
+        )
     return _new(trained, rows, None if client is None else str(client), classes)
 
 
@@ -371,9 +382,14 @@ def _number(trained: Trained, client: str | int) -> int:
     """Return the number of one of the run's clients."""
     federation = trained.setup.pool.federation
     known, everyone = federation.num_clients, federation.num_clients + federation.num_unseen
+    if str(client) in federation.names[:everyone]:
+        return federation.names.index(str(client))
+    if federation.names:
+        there = some(federation.names[:everyone], SHOWN)
+        raise UserError(f"client is {client!r}, but the run has the clients {there}")
     if not str(client).isdigit() or int(client) >= everyone:
         unseen = f", and {known} to {everyone - 1} that never took part" if everyone > known else ""
-        raise UseError(f"client is {client!r}, but the run has the clients 0 to {known - 1}{unseen}")
+        raise UserError(f"client is {client!r}, but the run has the clients 0 to {known - 1}{unseen}")
     return int(client)
 
 
@@ -385,7 +401,7 @@ def _participating(trained: Trained, number: int | None, domain: str | None) -> 
     if number is None:
         return _model(trained, None, pool.federation.num_clients, kind="new", client=None, domain=domain)
     kind = "unseen" if number >= pool.federation.num_clients else "participating"
-    return _model(trained, pool, number, kind=kind, client=str(number), domain=domain)
+    return _model(trained, pool, number, kind=kind, client=pool.federation.name(number), domain=domain)
 
 
 def _new(trained: Trained, rows: Samples, client: str | None, classes: list[str]) -> dict[str, Personal]:
@@ -396,7 +412,7 @@ def _new(trained: Trained, rows: Samples, client: str | None, classes: list[str]
     """
     names = rows.clients() or ["new"]
     if client is not None and client not in names:
-        raise UseError(f"client is {client!r}, but the data hold {_some(names) if rows.client else 'no clients'}")
+        raise UserError(f"client is {client!r}, but the data hold {_some(names) if rows.client else 'no clients'}")
     setup, held = trained.setup, trained.setup.pool.federation
     usable = np.ones(len(rows.x), bool) if rows.test is None else ~rows.test
     owner = np.array(rows.client or ["new"] * len(rows.x), object)
@@ -429,13 +445,16 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
     e, held = setup.experiment, setup.pool.federation
     algorithm, now, client = setup.algorithm, turn.moment(state), torch.tensor(number, device=e.device)
     with torch.no_grad(), using(setup):
-        own = [] if pool is None else turn.personal_batches(algorithm, pool, number, now, number)
+        (new,) = newcomers(algorithm, state, [number])
+        own = [] if pool is None else turn.personal_batches(algorithm, pool, number, now, number, new=new)
         received = turn.received_for_test(
             algorithm, state.params, state.round, client, own, unseen=number >= held.num_clients
         )
-        params = turn.own_model(algorithm, received, own)
+        kept = tree.unstack(held_by(algorithm, state, [number]), 0)
+        params = turn.own_model(algorithm, received, kept, own, new=new)
     described = {
-        "metavd": VERSION, "method": e.method, "data": e.data, "run": str(trained.folder.resolve()),
+        "metavd": VERSION, "method": e.method, "data": e.data,
+        "run": None if trained.folder is None else str(trained.folder.resolve()),
         "spec": spec_hash(e), "model_sha256": state_hash(state), "round": now.done,
         "adapted_on": "nothing" if pool is None else "rows of the run",
         "samples": 0 if pool is None else len(pool.federation.train[number]),
@@ -452,7 +471,7 @@ def open_model(
     """Return the model of a personalised folder, or of a run's client, or what a run has for a new client."""
     if (Path(place) / ABOUT).exists():
         if client is not None:
-            raise UseError(f"client is {client!r}, but {place} is one client's model already; leave it out")
+            raise UserError(f"client is {client!r}, but {place} is one client's model already; leave it out")
         return Personal.load(place, device=_usable(device or "cpu"))
     return personalize(place, client=client, domain=domain, device=device, **how)
 
@@ -461,5 +480,5 @@ def _usable(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
-        raise UseError(f"device is {device!r}, but torch has no such device here; use cpu") from None
+        raise UserError(f"device is {device!r}, but torch has no such device here; use cpu") from None
     return device

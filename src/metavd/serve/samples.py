@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..data import collection
+from ..data import collection, prepare
 from ..data.domains import resize
 from ..data.formats import npz
 from ..data.formats.cache import Note, log
 from ..data.formats.files import FileError, listing, need_folder
 from ..data.formats.folder import scan
 from ..data.formats.images import SUFFIXES, Stack, check_size
-from ..data.source import Domain, Source, SourceError
-from ..runs.store import StoreError
-
-
-class UseError(StoreError):
-    """Why a trained model cannot be used like this, in one sentence that says what would be right."""
+from ..data.formats.table import need_file, read_cells
+from ..data.formats.text import columns_of, read_texts
+from ..data.source import Columns, Domain, Source, SourceError
+from ..data.table import flags_of, words_of
+from ..data.text import NEXT
+from ..errors import UserError
 
 
 class Samples(NamedTuple):
@@ -62,8 +62,12 @@ Given = str | Source | tuple[ArrayLike, ArrayLike | None]
 
 def blank(source: Source) -> Source:
     """Return what a model takes: the source without its rows."""
+    if source.prepare is not None and not isinstance(source.prepare, Columns) and not source.prepare.learnt:
+        raise UserError(
+            f"{source.name} is a table or texts, which a simulation takes, but a federation of sites does not"
+        )
     return replace(
-        source, x=source.x[:0].copy(), y=source.y[:0].copy(), test=None, client=None,
+        source, x=source.x[:0].copy(), y=source.y[:0].copy(), test=None, client=None, client_names=(),
         domain=None if source.domain is None else source.domain[:0].copy(),
     )  # fmt: skip
 
@@ -73,7 +77,9 @@ def described(takes: Source) -> dict[str, Any]:
     return {
         "name": takes.name, "shape": list(takes.x.shape[1:]), "dtype": str(takes.x.dtype),
         "num_classes": takes.num_classes, "mean": takes.mean, "std": takes.std, "scale": takes.scale,
-        "augment": takes.augment, "domains": [asdict(domain) for domain in takes.domains],
+        "augment": takes.augment, "classes": takes.classes, "tokens": takes.tokens,
+        "prepare": takes.prepare.plain() if takes.prepare is not None and takes.prepare.learnt else None,
+        "domains": [asdict(domain) for domain in takes.domains],
     }  # fmt: skip
 
 
@@ -87,20 +93,15 @@ def restored(values: Mapping[str, Any]) -> Source:
         name=values["name"], x=np.empty((0, *values["shape"]), values["dtype"]), y=none,
         num_classes=values["num_classes"], test=None, client=None, mean=tuple(values["mean"]),
         std=tuple(values["std"]), scale=values["scale"], augment=values["augment"],
-        domain=none if domains else None, domains=domains,
+        domain=none if domains else None, domains=domains, classes=tuple(values.get("classes", ())),
+        tokens=values.get("tokens", 0), prepare=prepare.restored(values.get("prepare")),
     )  # fmt: skip
 
 
-def class_names(data: str, source: Source) -> list[str]:
-    """Return the K classes' names: of a folder those of its folders, of all others their numbers from 0."""
+def class_names(data: str, source: Source) -> list[str]:  # noqa: ARG001 (flower.site names the data)
+    """Return the K classes' names: those that the source knows, or each one's number in its dataset."""
     counts = [domain.num_classes for domain in source.domains] or [source.num_classes]
-    names: list[str] = []
-    for number, count in enumerate(counts):
-        part = _part(data, number)
-        place = Path(part.path).expanduser() if part is not None and part.name == "folder" else None
-        found = sorted({row.label for row in scan(place).rows}) if place is not None and place.is_dir() else []
-        names += found if len(found) == count else [str(label) for label in range(count)]
-    return names
+    return list(source.classes) or [str(label) for count in counts for label in range(count)]
 
 
 def _part(data: str, number: int) -> collection.Part | None:
@@ -119,7 +120,7 @@ def domain_number(takes: Source, name: str | None) -> int | None:
     if name not in names:
         what = "the rows' domain is not given" if name is None else f"domain is {name!r}"
         right = f"one of {', '.join(names)}" if names else f"left out, because the model knows {takes.name} alone"
-        raise UseError(f"{what}, but must be {right}")
+        raise UserError(f"{what}, but must be {right}")
     return names.index(name)
 
 
@@ -162,11 +163,18 @@ def samples(
         options = (like.options if like is not None and like.name == "folder" else {}) | part.options
         x, labels, client, test, files = _folder(Path(part.path).expanduser(), options, takes)
         y = None if labels is None else _numbers(labels, classes[first : first + look.num_classes], part.path)
+    elif part is not None and part.name in ("table", "text"):
+        x, labels, client, test = _prepared(part, _part(data, 0), takes)
+        y = None if labels is None else _numbers(labels, classes, part.path)
     elif isinstance(given, tuple):
         x, y = np.asarray(given[0]), None if given[1] is None else np.asarray(given[1])
     else:
         found = given if isinstance(given, Source) else collection.load(given, root, note).sources[0]
         x, y, client, test = found.x, found.y, found.client, found.test
+        if client is not None and found.client_names:
+            client = [found.client_names[number] for number in client]
+        if found.classes:
+            y = _numbers([found.classes[label] for label in y], classes[first : first + look.num_classes], name)
     x = fit(x, takes, name)
     if y is not None:
         y = _fitting(y, len(x), look.num_classes, name) + first
@@ -175,63 +183,108 @@ def samples(
     return Samples(name, x, y, who, held, files, number)
 
 
-def fit(x: ArrayLike, takes: Source, name: str = "x") -> np.ndarray:
-    """Return rows in the shape and type that the model takes: images are resized, anything else must be right."""
+def _prepared(part: collection.Part, like: collection.Part | None, takes: Source) -> tuple[Any, ...]:
+    """Read a table or texts, and prepare their rows by what the model has learnt; labels and clients may be missing."""
+    if takes.prepare is None or takes.prepare.plain()["kind"] != part.name:
+        raise UserError(f"{part.path} is given as a {part.name}, but the model was trained on rows of another kind")
+    options = (like.options if like is not None and like.name == part.name else {}) | part.options
+    path = need_file(part.path)
+    cells = read_cells(path) if part.name == "table" else read_texts(path)
+
+    def column(what: str, *usual: str) -> Any:
+        return next((cells[name] for name in (str(options.get(what)), *usual) if name in cells), None)
+
+    content = cells if part.name == "table" else columns_of(cells, path.stem, options.get("text"), None)[0]
+    try:
+        x = takes.prepare.rows(content)
+    except SourceError as error:
+        raise FileError(path, str(error)) from None
+    labels, client, split = column("label", "label"), column("client", "client"), column("test", "test", "split")
+    if options.get("task") == NEXT:
+        labels = None
+    labels = None if labels is None else [words_of(each) for each in labels]
+    who = None if client is None else [words_of(each) for each in client]
+    return x, labels, who, None if split is None else flags_of(split, "test", path.stem)
+
+
+def fit(x: Any, takes: Source, name: str = "x") -> np.ndarray:
+    """Return rows in the shape and type that the model takes: images are resized, anything else must be right.
+
+    A model of a table takes a DataFrame or a mapping of columns too, and one of texts a list of them.
+    """
+    if takes.prepare is not None and not (isinstance(x, np.ndarray) and x.dtype.kind in "uif"):
+        x = takes.prepare.rows(x)
     x, like = np.asarray(x), takes.x
+    if takes.tokens:
+        return _ids(x, takes, name)
     wanted = "uint8, 0 to 255" if like.dtype == np.uint8 else "a float type"
     is_float = np.issubdtype(x.dtype, np.floating)
     if not is_float if like.dtype != np.uint8 else x.dtype != np.uint8:
-        raise UseError(f"{name} holds {x.dtype}, but the model was trained on {wanted}; store the rows like that")
+        raise UserError(f"{name} holds {x.dtype}, but the model was trained on {wanted}; store the rows like that")
     if like.ndim == 4 and x.ndim == 3:
         x = x[:, None]
     row = "x".join(str(length) for length in like.shape[1:])
     if x.ndim != like.ndim or (x.ndim == 2 and x.shape[1] != like.shape[1]) or 0 in x.shape:
-        raise UseError(f"{name} has shape {x.shape}, but the model takes at least one row of {row} numbers")
+        raise UserError(f"{name} has shape {x.shape}, but the model takes at least one row of {row} numbers")
     if is_float:
         with np.errstate(over="ignore"):  # what does not fit into float32 is reported below, with its row
             x = x.astype(np.float32, copy=False)
         if not np.isfinite(x).all():
             bad = int((~np.isfinite(x)).reshape(len(x), -1).any(1).argmax())
-            raise UseError(
+            raise UserError(
                 f"{name} holds a number in row {bad} that is not a finite float32; drop such rows or mend them"
             )
     if x.shape[1:] == like.shape[1:]:
-        return x
+        return np.asarray(x)
     if x.dtype != np.uint8 or x.shape[1] not in (1, like.shape[1]):
         why = (
             "only uint8 images can be resized" if x.dtype != np.uint8 else "only grey images can be given more channels"
         )
-        raise UseError(f"{name} has shape {x.shape}, but the model takes rows of {row} numbers, and {why}")
+        raise UserError(f"{name} has shape {x.shape}, but the model takes rows of {row} numbers, and {why}")
     return resize(x, *like.shape[1:])
+
+
+def _ids(x: np.ndarray, takes: Source, name: str) -> np.ndarray:
+    """Return token ids that the model knows."""
+    length = takes.x.shape[1]
+    if x.dtype.kind not in "iu" or x.shape[1:] != (length,) or not len(x):
+        raise UserError(
+            f"{name} has type {x.dtype} and shape {x.shape}, but the model takes rows of {length} token ids"
+        )
+    bad = x[(x < 0) | (x >= takes.tokens)]
+    if len(bad):
+        raise UserError(f"{name} holds the token id {bad[0]}, but the model knows 0 to {takes.tokens - 1}")
+    known: np.ndarray = x.astype(takes.x.dtype)
+    return known
 
 
 def _one(text: str) -> collection.Part:
     parts = collection.parse(text)
     if len(parts) > 1:
-        raise UseError(f"the data {text!r} names {len(parts)} datasets, but a client's rows come from one; name one")
+        raise UserError(f"the data {text!r} names {len(parts)} datasets, but a client's rows come from one; name one")
     return parts[0]
 
 
 def _fitting(y: np.ndarray, rows: int, num_classes: int, name: str) -> np.ndarray:
     """Return labels as whole numbers, or say which row's is none of the model's classes."""
     if y.shape != (rows,) or not np.issubdtype(y.dtype, np.integer):
-        raise UseError(f"{name} has labels of shape {y.shape} and type {y.dtype}, but needs {rows} whole numbers")
+        raise UserError(f"{name} has labels of shape {y.shape} and type {y.dtype}, but needs {rows} whole numbers")
     bad = (y < 0) | (y >= num_classes)
     if bad.any():
         row = int(bad.argmax())
-        raise UseError(
+        raise UserError(
             f"{name} has label {y[row]} in row {row}, but the model knows the classes 0 to {num_classes - 1}"
         )
     return y.astype(np.int64)
 
 
 def _beside(value: ArrayLike, rows: int, kinds: str, what: str, name: str) -> np.ndarray:
-    """Return what stands beside the rows, one a row, or say that it does not."""
+    """Return what stands beside the rows, one value per row, or say that it does not."""
     array = np.asarray(value, object if isinstance(value, list) else None)
     if array.shape != (rows,) or array.dtype.kind not in kinds:
         right = "true or false" if kinds == "b" else "a whole number"
         now = f"{what} of shape {array.shape} and type {array.dtype}"
-        raise UseError(f"{name} has {now}, but needs {right} for each of its {rows} rows")
+        raise UserError(f"{name} has {now}, but needs {right} for each of its {rows} rows")
     return array
 
 
@@ -240,7 +293,7 @@ def _numbers(labels: Sequence[str], known: Sequence[str], place: str) -> np.ndar
     unknown = sorted(set(labels) - set(known))
     if unknown:
         shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
-        raise UseError(f"{place} has a class {unknown[0]!r}, but the model knows {shown}")
+        raise UserError(f"{place} has a class {unknown[0]!r}, but the model knows {shown}")
     return np.array([known.index(label) for label in labels], np.int64)
 
 

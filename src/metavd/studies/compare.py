@@ -12,24 +12,31 @@ from torch import nn
 
 from ..container import write_atomic
 from ..core.types import Model
-from ..engine.rounds import Listener, Silent
+from ..engine.rounds import Listener
 from ..errors import SpecError
-from ..evaluate.figures import SENT, Column, headline, number
+from ..evaluate.figures import EPSILON, SENT, Column, headline, number
 from ..evaluate.intervals import interval
 from ..methods import options_of
-from ..runs.run import Data, check_folder, data_of, prepare, run
-from ..runs.settings import Experiment, with_settings
+from ..runs import notebook
+from ..runs.folder import check_folder
+from ..runs.run import Data, data_of, prepare, run
+from ..runs.settings import Experiment, with_data, with_settings
 from ..runs.store import Store
-from .many import carry_out, taken
+from .many import Share, carry_out, taken
 from .side import jobs_for
 
 Cell = tuple[float, float | None] | None
 """Mean and half width of the 95 % interval over seeds; None where there is no number."""
 
 
-def columns() -> list[Column]:
-    """Return the figures of the table: those that every table shows, of both groups of clients, and the traffic."""
-    return [*(figure.column(part, heading=part) for figure in headline() for part in ("test", "unseen")), SENT]
+def columns(rows: Mapping[str, Mapping[str, Cell]] | None = None) -> list[Column]:
+    """Return the figures of the table: those that every table shows, of both groups of clients, traffic and privacy.
+
+    Given the table, without those that no method has: there may be no unseen client.
+    """
+    figures = (figure.column(part, heading=part) for figure in headline() for part in ("test", "unseen"))
+    every = [*figures, SENT, EPSILON]
+    return [each for each in every if rows is None or any(row[each.title] is not None for row in rows.values())]
 
 
 def summarize_runs(results: Sequence[Mapping[str, Any]]) -> dict[str, Cell]:
@@ -52,7 +59,7 @@ def cell(column: Column, value: Cell) -> str:
 
 def markdown(rows: Mapping[str, Mapping[str, Cell]]) -> str:
     """Write the table as Markdown."""
-    shown = columns()
+    shown = columns(rows)
     lines = ["| method | " + " | ".join(each.title for each in shown) + " |", "|---|" + "---:|" * len(shown)]
     for method, row in rows.items():
         lines.append(f"| {method} | " + " | ".join(cell(each, row[each.title]) for each in shown) + " |")
@@ -87,6 +94,7 @@ def compare(
     *,
     seeds: int = 3,
     jobs: int = 1,
+    share: Share | None = None,
     out: str | Path,
     experiment: Experiment | None = None,
     listener: Listener | None = None,
@@ -100,11 +108,14 @@ def compare(
     `jobs` runs are carried out at once, each in a process of its own; 0 leaves the number to the device, see `side`.
     Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
+    Of a `share` of the runs there is no table: it is empty.
     """
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
-    listener = listener or Silent()
+    listener = listener or notebook.listener()
+    known = [name for method in methods for name in options_of(method)]
     settings = {key: value for key, value in settings.items() if key != "method"}
+    settings = with_data(settings, (experiment or Experiment()).data, known)
     base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
     planned: dict[tuple[str, int], dict[str, Any]] = {
         (method, seed): {"method": method, **_fitting(method, settings, methods), "seed": seed}
@@ -112,11 +123,12 @@ def compare(
         for seed in range(base.seed, base.seed + seeds)
     }
     experiments = [with_settings(base, values) for values in planned.values()]
-    named = with_settings(base, {key: settings[key] for key in ("data", "root") if key in settings})
+    named = with_settings(base, {key: settings[key] for key in ("data", "root", "image_size") if key in settings})
     data = data_of(named, source, listener.note)
     folder = Path(out)
     for one, values in zip(experiments, planned.values(), strict=True):  # wrong input is found before the first run
-        check_folder(Store(folder / _place(values)), prepare(one, data, module), resume=True)
+        setup = prepare(one, data, module)
+        check_folder(Store(folder / _place(values)), setup.experiment, setup.defaults, resume=True)
     if page is not None:
         page[0].parent.mkdir(parents=True, exist_ok=True)
     at_once = jobs_for(experiments[0].device, jobs)
@@ -129,16 +141,18 @@ def compare(
         each.key: each.line["result"]
         for each in carry_out(
             planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
-            fails=(), refuses=(), jobs=at_once, listener=listener, progress=told,
+            fails=(), refuses=(), jobs=at_once, share=share, listener=listener, progress=told,
         )
         if each.line is not None
     }  # fmt: skip
+    if share is not None:
+        return {}
     results = {key: ended[key] for key in planned}
     rows = {
         method: summarize_runs([result for (name, _), result in results.items() if name == method])
         for method in methods
     }
-    content = {"columns": [each.title for each in columns()], "rows": rows, "runs": list(results.values())}
+    content = {"columns": [each.title for each in columns(rows)], "rows": rows, "runs": list(results.values())}
     write_atomic(folder / "comparison.json", (json.dumps(content, indent=2) + "\n").encode())
     write_atomic(folder / "comparison.md", markdown(rows).encode())
     if page is not None:

@@ -18,6 +18,8 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,13 @@ from scipy.stats import qmc
 from .. import methods
 from ..core.types import NonFiniteError
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
+from ..engine.rounds import Listener
 from ..runs.provenance import provenance
 from ..runs.run import Setup, data_of, evaluate_valid, prepare, rounds_of, start, using, validation_clients
 from ..runs.settings import Experiment, resolve, spec_hash, with_settings
-from .side import side_by_side
-from .tune import Dimension, TuneError, dimension
+from .lines import append, rows
+from .many import carry_out
+from .plan import Dimension, space
 
 FIGURES = ("accuracy", "nll", "ece_top1")
 _GAP = 10
@@ -54,20 +58,6 @@ class Halving:
         for _ in range(rung):
             count = max(2, math.ceil(count / self.keep))
         return min(count, self.trials)
-
-
-def space(experiment: Experiment, search: Mapping[str, str]) -> tuple[Dimension, ...]:
-    """Return what is searched for a method: its own space, changed or added to where it has such an option."""
-    known = methods.options_of(experiment.method)
-    found = {
-        option.name: Dimension(option.name, option.search)
-        for option in known.values()
-        if option.search and option.name not in experiment.options
-    }
-    found |= {name: dimension(experiment, name, text) for name, text in search.items() if name in known}
-    if not found:
-        raise TuneError(f"{experiment.method} has nothing to search; name a setting with --search")
-    return tuple(found.values())
 
 
 def points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
@@ -110,24 +100,25 @@ def study_of(experiment: Experiment) -> str:
     return f"{e.data} {e.partition} {e.test_rows}"
 
 
-def stretch(experiment: Experiment, about: Line, first: int, scratch: str) -> Line:
+def stretch(about: Line, folder: Path, _: Listener, *, experiments: Mapping[str, Experiment], first: int) -> Line:
     """Train a trial from one rung to the next, and score it; the state is kept for the rung after that."""
     began = time.monotonic()
-    folder = Path(scratch) / f"{spec_hash(experiment)}-{experiment.seed}"
-    line = about | {"seconds": 0.0, **provenance(experiment.device)}
+    e = with_settings(experiments[about["method"]], about["settings"])
+    line = about | {"seconds": 0.0, **provenance(e.device)}
     try:
-        setup = prepare(experiment, data_of(experiment), sealed=True)
+        setup = prepare(e, data_of(e), sealed=True)
         with using(setup):
             looks = _looks(setup, first, about["round"], folder)
     except NonFiniteError as error:
-        return line | {"score": None, "reason": str(error), "seconds": round(time.monotonic() - began, 1)}
-    mean = {
-        part: {name: sum(look[part][name] for look in looks) / len(looks) for name in FIGURES}
-        for part in ("valid", "valid_unseen")
-    }
-    score = sum(mean[part]["accuracy"] for part in mean) / len(mean)
-    return line | {"spec": spec_hash(setup.experiment), **mean, "score": score,
-                   "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+        line |= {"score": None, "reason": str(error)}
+    else:
+        mean = {
+            part: {name: sum(look[part][name] for look in looks) / len(looks) for name in FIGURES}
+            for part in ("valid", "valid_unseen")
+        }
+        score = sum(mean[part]["accuracy"] for part in mean) / len(mean)
+        line |= {"spec": spec_hash(setup.experiment), **mean, "score": score}
+    return {"result": line | {"seconds": round(time.monotonic() - began, 1)}}
 
 
 def _looks(setup: Setup, first: int, last: int, folder: Path) -> list[dict[str, Any]]:
@@ -148,8 +139,7 @@ def _looks(setup: Setup, first: int, last: int, folder: Path) -> list[dict[str, 
 
 def read(store: Path) -> dict[str, Line]:
     """Return the lines of a store by their names."""
-    lines = map(json.loads, store.read_text().splitlines() if store.exists() else [])
-    return {name_of(line): line for line in lines}
+    return {name_of(line): line for _, line in rows(store) if line is not None}
 
 
 def best(lines: Iterable[Line], count: int) -> list[int]:
@@ -174,30 +164,40 @@ def search(
         halving: how many trials, and how they are thinned out.
         store: file of finished rungs; what it holds is not computed again.
         scratch: folder for the states of trials between rungs.
-        jobs: processes side by side.
+        jobs: processes side by side; 0: what suits the device.
         searched: spaces, as text, that change or add to the methods' own.
     """
-    done = read(store)
-    for rung, last in enumerate(halving.rungs):
-        tasks = []
-        for e in (replace(each, rounds=halving.rungs[-1]) for each in experiments):
-            given = points(space(e, searched or {}), halving.trials, e.seed)
-            first = halving.rungs[rung - 1] if rung else 0
-            shared = {"study": study_of(e), "method": e.method, "seed": e.seed, "round": last, "of": halving.rungs[-1]}
+    if not experiments:
+        return
+    done, last = read(store), halving.rungs[-1]
+    asked = {e.method: replace(e, rounds=last) for e in experiments}
+    spaces = {
+        method: space(e, {key: text for key, text in (searched or {}).items() if key in methods.options_of(method)})
+        for method, e in asked.items()
+    }
+
+    def place(about: Mapping[str, Any]) -> str:
+        trained = with_settings(asked[about["method"]], about["settings"])
+        return f"{spec_hash(trained)}-{trained.seed}"
+
+    for rung, (first, round) in enumerate(pairwise((0, *halving.rungs))):
+        tasks: dict[str, Line] = {}
+        for method, e in asked.items():
+            shared = {"study": study_of(e), "method": method, "seed": e.seed, "round": round, "of": last}
+            given = points(spaces[method], halving.trials, e.seed)
             trials: list[Line] = [{**shared, "trial": n, "settings": point} for n, point in enumerate(given)]
             if rung:
                 names = (name_of(trial | {"round": first}) for trial in trials)
                 before = [done[name] for name in names if name in done]
                 trials = [trials[number] for number in best(before, halving.survivors(rung))]
-            for about in trials:
-                if name_of(about) not in done:
-                    tasks.append((with_settings(e, about["settings"]), about, first, str(scratch)))
-        for _, line in side_by_side(stretch, tasks, jobs):
-            done[name_of(line)] = line
-            store.parent.mkdir(parents=True, exist_ok=True)
-            with store.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            yield line
+            tasks |= {name_of(trial): trial for trial in trials if name_of(trial) not in done}
+        work = partial(stretch, experiments=asked, first=first)
+        for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, fails=(), refuses=(), jobs=jobs,
+                               device=experiments[0].device):  # fmt: skip
+            assert ended.line is not None
+            done[ended.key] = ended.line["result"]
+            append(store, done[ended.key])
+            yield done[ended.key]
 
 
 def chosen(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:

@@ -19,7 +19,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,22 @@ def identity(settings: Mapping[str, Any], scope: str = "") -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each line of a file; None where a line is no JSON, such as half of one."""
+    file = Path(path)
+    try:
+        found = file.read_bytes().split(b"\n") if file.exists() else []
+    except OSError as error:
+        raise StoreError(f"cannot read the store {file}: {error.strerror}") from None
+    for number, row in enumerate(found, 1):
+        if row.strip():
+            try:
+                value = json.loads(row)
+            except ValueError:
+                value = None
+            yield number, value
+
+
 def read(path: str | Path, scope: str = "", note: Callable[[str], None] | None = None) -> dict[str, Line]:
     """Return the lines of a scope by identity, the latest of each; what cannot be used is noted and left out.
 
@@ -55,17 +71,9 @@ def read(path: str | Path, scope: str = "", note: Callable[[str], None] | None =
     is therefore another run, while an option that was added since counts at its default, which by the rule of this
     project changes no number.
     """
-    file = Path(path)
-    try:
-        rows = file.read_bytes().split(b"\n") if file.exists() else []
-    except OSError as error:
-        raise StoreError(f"cannot read the store {file}: {error.strerror}") from None
     lines: dict[str, Line] = {}
-    for number, row in enumerate(rows, 1):
-        if not row.strip():
-            continue
+    for number, line in rows(path):
         try:
-            line = json.loads(row)
             whole = line["scope"] == scope and ("failed" in line) != ("result" in line) and bool(line["settings"])
             name = identity(line["settings"], scope) if whole else ""
         except (ValueError, TypeError, KeyError, AttributeError):  # a UserError is a ValueError
@@ -74,7 +82,7 @@ def read(path: str | Path, scope: str = "", note: Callable[[str], None] | None =
             lines[name] = line
         elif note is not None:
             rules = f" of scope {scope}" if scope else ""
-            note(f"line {number} of {file} is not a whole result{rules} and is left out")
+            note(f"line {number} of {path} is not a whole result{rules} and is left out")
     return lines
 
 

@@ -26,9 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
-
-import torch
+from typing import IO, Any, Generic, Literal, TypeVar
 
 from ..core.types import NonFiniteError
 from ..engine.rounds import Listener, Silent
@@ -36,7 +34,7 @@ from ..errors import UserError
 from ..runs.provenance import provenance
 from ..runs.store import StoreError
 from .lines import Line, append, complete, identity, read
-from .side import jobs_for, side_by_side
+from .side import device_of, jobs_for, side_by_side
 
 Key = TypeVar("Key", bound=Hashable)
 Settings = Mapping[str, Any]
@@ -48,6 +46,18 @@ REFUSED = (UserError,)
 """What a user can mend: data that is not there, settings that do not go together."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """One of `count` parts of a study, numbered from 1; which task is in it depends on nothing but the task."""
+
+    number: int
+    count: int
+
+    def has(self, name: int) -> bool:
+        """Whether a task of this name, a large number, is in this share."""
+        return name % self.count == self.number - 1
+
+
 @dataclass(frozen=True, eq=False)
 class Ended(Generic[Key]):
     """What became of a task."""
@@ -56,7 +66,7 @@ class Ended(Generic[Key]):
     end: End
     """stored: its line was in the store, that of a failure included. done: it was run now. failed: it diverged; the
     store says so, and it is not tried again unless asked for. refused: it could not be started; nothing is stored.
-    elsewhere: another process is at it."""
+    elsewhere: another process is at it, or it is in another share."""
     line: Line | None = None
     """Its line, where there is one."""
     error: Exception | None = None
@@ -77,6 +87,7 @@ def carry_out(
     refuses: tuple[type[Exception], ...] = REFUSED,
     jobs: int = 1,
     device: str = "auto",
+    share: Share | None = None,
     listener: Listener | None = None,
     progress: Callable[[Key, int, int], None] | None = None,
 ) -> Iterator[Ended[Key]]:
@@ -97,6 +108,7 @@ def carry_out(
         refuses: what ends one run and not the others, and is not stored. Any other error ends the whole.
         jobs: runs at once, each in a process of its own; 0: what suits the device, see `side`.
         device: where runs will be carried out, for `jobs` and for the line of a run that failed.
+        share: which part of the missing tasks is carried out here, the others are elsewhere; None: all.
         listener: is told of every run's rounds; of several at once it is told nothing.
         progress: is told of each run before it starts (of several at once: when it ends), its number and how many
             there are.
@@ -107,10 +119,12 @@ def carry_out(
     missing = []
     for key, name in names.items():
         line = lines.get(name)
-        if line is None or (retry and "failed" in line):
+        if line is not None and not (retry and "failed" in line):
+            yield Ended(key, "stored", line)
+        elif share is None or share.has(int(name, 16)):
             missing.append(key)
         else:
-            yield Ended(key, "stored", line)
+            yield Ended(key, "elsewhere")
     order = _Order(function, store, scope, work, keep, retry, fails, refuses, device)
 
     planned = [_Task(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
@@ -188,8 +202,7 @@ def _attempt(
 
 def _made(device: str) -> dict[str, Any]:
     """Return when and where a line is made."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(device)
     about = provenance(device)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -216,11 +229,21 @@ def _folder(work: str | Path | None, claim: str | None, place: str) -> Iterator[
     except OSError as error:
         raise StoreError(f"cannot write to the work folder {work}: {error.strerror}") from None
     with file:
-        try:
-            # One byte of one file stands for a run, so that no lock files are left behind.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(claim[:8], 16))
-        except OSError:
-            free = False
-        else:
-            free = True
-        yield Path(work) / place if free else None
+        yield Path(work) / place if hold(file, int(claim[:8], 16)) else None
+
+
+def hold(file: IO[bytes], byte: int, *, wait: bool = False) -> bool:
+    """Take one byte of a file for this process until it lets go, closes the file or dies; whether that succeeded.
+
+    One byte stands for one run, so that no lock files are left behind, and a dead process is known at once.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+    except OSError:
+        return False
+    return True
+
+
+def release(file: IO[bytes], byte: int) -> None:
+    """Let go of a byte that `hold` took."""
+    fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)

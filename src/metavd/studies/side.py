@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from typing import Any
 
@@ -28,10 +28,14 @@ _CONTROL = "nvidia-cuda-mps-control"
 _PIPE, _LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 
 
+def device_of(name: str) -> str:
+    """Return the device that is meant, where `auto` leaves it open."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
 def jobs_for(device: str, jobs: int = 0) -> int:
     """Return how many runs to carry out at once on a device, where 0 leaves it open."""
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    return jobs or (_ON_GPU if on_gpu else 1)
+    return jobs or (_ON_GPU if device_of(device).startswith("cuda") else 1)
 
 
 @contextmanager
@@ -52,7 +56,11 @@ def sharing(jobs: int) -> Iterator[None]:
         finally:
             for name in own:
                 del os.environ[name]
-            subprocess.run([_CONTROL], input=b"quit\n", env=os.environ | own, check=False, capture_output=True)
+            # Without a time it waits for ever for the work of a process that was killed.
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [_CONTROL], input=b"quit -t 5\n", env=os.environ | own, check=False, capture_output=True, timeout=30
+                )
 
 
 def _begin(threads: int) -> None:

@@ -48,7 +48,7 @@ if (table) {
       const [x, y] = [a[column], b[column]];
       if (x === null || y === null) return (x === null) - (y === null); // unknown ones last, whichever way
       const order = typeof x === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
-      return (sort.down ? -order : order) || a[0] - b[0];
+      return (sort.down ? -order : order) || String(a[0]).localeCompare(String(b[0]), "en", { numeric: true });
     });
     const head = document.createElement("tr");
     heads.forEach((text, place) => {

@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from ...data.partition import describe, federate
+from ...data.described import describe
+from ...data.partition import federate
 from ...data.source import Source, arrays, digits
 from ...engine.rounds import Listener, Silent
+from ...errors import SpecError
 from ...runs.run import run
 from ...runs.settings import RUNTIME
 from ...runs.store import Store
 from ...schema import nearest
-from ..many import carry_out, taken
+from ..many import Share, carry_out, taken
 from .digest import digest
 from .plan import Run, needed, store_file
-from .protocol import PAPER, PaperError, Protocol
+from .protocol import PAPER, Protocol
 
 _CIFAR = {"cifar10": 10, "cifar100": 100}
 
@@ -49,6 +51,7 @@ def run_missing(
     keep: bool = False,
     retry: bool = False,
     jobs: int = 1,
+    share: Share | None = None,
     listener: Listener | None = None,
     progress: Callable[[Run, int, int], None] | None = None,
     **runtime: Any,
@@ -65,6 +68,7 @@ def run_missing(
         keep: leave the folders of finished runs, with their clients' lines and checkpoints, in `work`.
         retry: also run again what failed.
         jobs: runs at once, each in a process of its own; 0: what suits the device.
+        share: the part of what is missing that is run here; None: all.
         listener: is told of every run's rounds, and of what goes wrong; of several at once only of the latter.
         progress: is told of each run before it starts (of several at once: when it ends), its number and how many
             there are.
@@ -72,7 +76,7 @@ def run_missing(
     """
     for key in runtime:
         if key not in RUNTIME:
-            raise PaperError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
+            raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
     missing = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note).missing
     runs = {one.id: one for one in missing}
@@ -86,6 +90,7 @@ def run_missing(
         keep=keep,
         retry=retry,
         jobs=jobs,
+        share=share,
         device=str(runtime.get("device", "auto")),
         listener=listener,
         progress=None if progress is None else lambda key, number, total: progress(runs[key], number, total),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...container import write_atomic
+from ...errors import SpecError
 from ..lines import identity
-from .protocol import PAPER, PaperError, Protocol, settings_of
+from .protocol import PAPER, Protocol, settings_of
 from .statistics import Answer, Compared, View, table
 from .tables import MEASURES, Cell, Figure, tables
 
@@ -138,7 +139,7 @@ def report(
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(Path(path), text.encode())
         except OSError as error:
-            raise PaperError(f"cannot write the report {path}: {error.strerror}") from None
+            raise SpecError(f"cannot write the report {path}: {error.strerror}") from None
     return text
 
 

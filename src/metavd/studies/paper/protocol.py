@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from ... import methods
 from ...data.partition import TEST_ROWS
-from ...errors import UserError
-from ...runs.settings import RUNTIME, Experiment, with_settings
+from ...errors import SpecError
+from ...runs.settings import RUNTIME, Experiment, read_toml, with_settings
 from ...schema import nearest
 from .tables import Cell
 
@@ -28,10 +27,6 @@ _SMOKE_OPTIONS = {
     "batch": 32, "local_epochs": 1, "hyper_width": 8, "drop_from": 1, "teachers": 2, "distill_steps": 4, "chains": 2,
     "sweeps": 1, "extra_points": 2,
 }  # fmt: skip
-
-
-class PaperError(UserError):
-    """A request that cannot be met; the text says what would be right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +59,14 @@ def protocol(
 ) -> Protocol:
     """Return a protocol, or say in one sentence what is wrong with it; `seeds` is how many from 777 on, or which."""
     if scale not in SCALES:
-        raise PaperError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
+        raise SpecError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
     if test_rows not in TEST_ROWS:
-        raise PaperError(f"test_rows is {test_rows!r}; {nearest(test_rows, TEST_ROWS)}")
+        raise SpecError(f"test_rows is {test_rows!r}; {nearest(test_rows, TEST_ROWS)}")
     if last not in {1, LAST}:
-        raise PaperError(f"last is {last}, but must be 1 (the last evaluation) or {LAST} (the average of as many)")
+        raise SpecError(f"last is {last}, but must be 1 (the last evaluation) or {LAST} (the average of as many)")
     chosen = tuple(range(SEED, SEED + seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not chosen or len(set(chosen)) < len(chosen):
-        raise PaperError(f"seeds is {seeds!r}, but must be a number from 1 on, or different seeds")
+        raise SpecError(f"seeds is {seeds!r}, but must be a number from 1 on, or different seeds")
     for seed in chosen:
         with_settings(Experiment(), {"seed": seed})
     if rounds:
@@ -81,15 +76,10 @@ def protocol(
 
 def overrides_from(path: Path) -> dict[str, dict[str, Any]]:
     """Read overrides from a TOML file: ["reptile+metavd@cifar100"] and settings below it."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise PaperError(f"cannot read the overrides {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PaperError(f"the overrides {path} are not TOML: {error}") from None
+    values = read_toml(path, "the overrides file")
     for key, value in values.items():
         if not isinstance(value, dict):
-            raise PaperError(f'{key} in {path} is {value!r}, but must be a table such as ["reptile+metavd"]')
+            raise SpecError(f'{key} in {path} is {value!r}, but must be a table such as ["reptile+metavd"]')
     return values
 
 
@@ -100,7 +90,7 @@ def _checked(overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
     for key, values in overrides.items():
         method, *rest = key.split("@")
         if len(rest) > 2:
-            raise PaperError(f"the overrides name {key!r}, but a name is METHOD, METHOD@DATA or METHOD@DATA@PARTITION")
+            raise SpecError(f"the overrides name {key!r}, but a name is METHOD, METHOD@DATA or METHOD@DATA@PARTITION")
         known = every if method == "*" else methods.options_of(method)
         canonical = "@".join(["*" if method == "*" else methods.check(method), *rest])
         result[canonical] = {}
@@ -110,7 +100,7 @@ def _checked(overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
             elif name in known:
                 result[canonical][name] = known[name].check(value)
             else:
-                raise PaperError(f"the overrides for {key} set {name!r}; {nearest(name, sorted(names | set(known)))}")
+                raise SpecError(f"the overrides for {key} set {name!r}; {nearest(name, sorted(names | set(known)))}")
     return result
 
 

@@ -15,15 +15,10 @@ from importlib import resources
 from typing import Any
 
 from ... import methods
-from ...errors import UserError
+from ...errors import SpecError
 from ...evaluate.figures import GAP, SPARSITY, Column
 from ...evaluate.figures import get as _get
 from ...schema import nearest
-
-
-class TableError(UserError):
-    """A table, row or column that the paper does not have; the text says what would be right."""
-
 
 MEASURES: dict[str, Column] = {
     "test": _get("accuracy").column("test", heading="test"),
@@ -108,7 +103,7 @@ def get(name: str) -> Table:
     """Return the table of a name, or say which there are."""
     known = {table.lower(): table for table in tables()}
     if str(name).lower() not in known:
-        raise TableError(f"the paper has no table {name!r}; choose from {', '.join(tables())}")
+        raise SpecError(f"the paper has no table {name!r}; choose from {', '.join(tables())}")
     return tables()[known[str(name).lower()]]
 
 
@@ -125,7 +120,7 @@ def _known(table: Table, what: str, labels: Sequence[str], asked: Sequence[str] 
     spelled = {label.lower(): label for label in labels}
     for word in asked:
         if word.lower() not in spelled:
-            raise TableError(f"table {table.name} has no {what} {word!r}; {nearest(word, labels)}")
+            raise SpecError(f"table {table.name} has no {what} {word!r}; {nearest(word, labels)}")
     return [spelled[word.lower()] for word in asked]
 
 

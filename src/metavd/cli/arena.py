@@ -1,0 +1,87 @@
+"""metavd arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import methods
+from ..errors import SpecError
+from ..runs.settings import SETTINGS
+from ..schema import nearest
+from . import later
+from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, words
+
+PROTOCOLS = ("independent", "consistent")
+
+
+@click.command("arena")
+@click.argument("given_words", nargs=-1, metavar="METHOD... [KEY=VALUE]...")
+@shared
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="K",
+              help="Seeds of every method, from --seed on.")  # fmt: skip
+@click.option("--test-rows", "protocols", default=",".join(PROTOCOLS), show_default=True, metavar="A,B",
+              help="How test rows are dealt; every method runs under each.")  # fmt: skip
+@click.option("--store", type=click.Path(dir_okay=False), default="results/arena.jsonl", show_default=True,
+              metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
+@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
+              help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
+@at_once
+@sliced
+def arena_command(
+    *, given_words: tuple[str, ...], seeds: int, protocols: str, store: str, page: str | None, jobs: int,
+    share: later.studies_many.Share | None,
+    out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
+) -> None:  # fmt: skip
+    """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
+
+    METHOD may be the one word all. The page is written from the store alone.
+    """
+    names, more = words(given_words)
+    if not names and page is None:
+        raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
+    settings = settings_of(config, [*pairs, *more], given)
+    names = list(methods.NAMES) if names == ["all"] else names
+    seed = int(settings.pop("seed", 0))
+    where: dict[str, Any] = {key: settings.pop(key) for key in ("root", "device") if key in settings}
+    dealt = [part.strip() for part in protocols.split(",")]
+    _check(names, settings)
+    wanted: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for name in names:
+        own = {key: value for key, value in settings.items() if key in SETTINGS or key in methods.options_of(name)}
+        for protocol in dealt:
+            experiment_of({**own, **where, "test_rows": protocol}, name)
+        wanted |= later.studies_arena.tasks([name], own, dealt, range(seed, seed + seeds))
+    reporter = Reporter()
+    if wanted:
+        for ended in later.studies_arena.carry(
+            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share
+        ):
+            method, protocol, seed = ended.key
+            said: str = ended.end
+            if ended.line is not None and "result" in ended.line:
+                result = ended.line["result"]
+                said = f"{_share(result['test']['accuracy'])} test, {_share(result['unseen']['accuracy'])} unseen"
+            elif ended.error is not None:
+                said = f"{ended.end}: {ended.error}"
+            reporter.note(f"  {method}  {protocol}  seed {seed}  {said}")
+    if page is not None:
+        Path(page).write_text(later.studies_arena.page(Path(store)))
+        click.echo(f"Written: {page}")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _check(names: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Refuse what none of the methods knows; what only some know is for those."""
+    known = {key for name in names for key in methods.options_of(name)} | set(SETTINGS)
+    for key in settings:
+        if names and key not in known:
+            raise SpecError(
+                f"no setting and no option of {', '.join(names[:3])} is called {key!r}; {nearest(key, sorted(known))}"
+            )

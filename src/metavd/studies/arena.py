@@ -1,0 +1,153 @@
+"""The arena: many methods on equal terms, where test rows are dealt apart from training rows and where they are not.
+
+A run is one line in a store (see `lines`), so that slices of one machine and another come together, and the page is
+written from the store alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..engine.rounds import Listener
+from ..evaluate.figures import SECONDS, SENT, Column, get, number
+from ..evaluate.intervals import interval
+from ..runs.run import run
+from ..runs.settings import Experiment, with_settings
+from ..runs.store import Store
+from .lines import Line, read
+from .many import Ended, Share, carry_out, taken
+from .paper.digest import digest
+
+SCOPE = "arena"
+PUBLISHED = {
+    "fedavg": "28.0", "perfedavg": "35.3", "fedrep": "29.7", "fedbabu": "39.4", "ditto": "26.3", "fedala": "44.2",
+    "feddbe": "52.6",
+}  # fmt: skip
+"""Accuracies that others report for CIFAR-100, Dirichlet 0.5: PFLlib's board. Its setting is another one: 20 clients,
+all in every round, 2,000 rounds of one pass with batches of 10, consistent rows, the best round on test rows."""
+
+
+def columns() -> list[Column]:
+    """Return the figures of the page."""
+    accuracy, tenth = get("accuracy"), get("percentile_10")
+    return [
+        *(accuracy.column(part, heading=part) for part in ("test", "unseen")),
+        *(tenth.column(part)._replace(title=f"{part} worst tenth %") for part in ("test", "unseen")),
+        *(get(name).column("test", heading="test") for name in ("nll", "ece_top1")),
+        SENT,
+        SECONDS,
+    ]
+
+
+def tasks(
+    methods: Sequence[str], settings: Mapping[str, Any], protocols: Sequence[str], seeds: Sequence[int]
+) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Return what is to be run, by method, protocol and seed."""
+    return {
+        (method, protocol, seed): {**settings, "method": method, "test_rows": protocol, "seed": seed}
+        for method in methods
+        for protocol in protocols
+        for seed in seeds
+    }
+
+
+def one(settings: dict[str, Any], folder: Path, listener: Listener, *, where: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out one run and keep its figures; `where` is what does not change them, such as the device."""
+    result = run(**settings, **where, out=folder, resume=True, listener=listener)
+    return taken(result, digest(result, Store(folder)))
+
+
+def carry(
+    wanted: Mapping[tuple[str, str, int], Mapping[str, Any]],
+    *,
+    store: Path,
+    work: Path,
+    jobs: int,
+    where: Mapping[str, Any],
+    share: Share | None = None,
+) -> Iterator[Ended[tuple[str, str, int]]]:
+    """Run what the store lacks; yield each run as it ends."""
+    work_of = partial(one, where=where)
+    device = str(where.get("device", "auto"))
+    return carry_out(wanted, work_of, store=store, scope=SCOPE, work=work, jobs=jobs, device=device, share=share)
+
+
+def page(store: Path) -> str:
+    """Write the tables of all that the store holds, one for every data, partition and protocol."""
+    groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in read(store, SCOPE).values():
+        groups[_setting(line)][_name(line)].append(line)
+    parts = [
+        "# The arena\n",
+        "Methods on equal terms, written from the store of runs by\n",
+        "    metavd arena --page docs/arena.md\n",
+        "*independent*: every client's test rows are dealt alike, whatever it trains on. *consistent*: they have the "
+        "labels that its training rows have, in the same shares. Mean over seeds, ± half the width of the 95 % "
+        "interval where there are several; a single seed is a lead, not a result. The best of a column is bold. "
+        "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
+        "rows), for orientation alone.\n",
+    ]
+    for title, methods in sorted(groups.items()):
+        parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _setting(line: Line) -> str:
+    """Return what the runs of a table share, as its title; what has the dataset's default is not named."""
+    e = with_settings(Experiment(), line["settings"])
+    counts = [(e.rounds, "rounds"), (e.clients, "clients")]
+    words = [e.data, e.partition, e.test_rows, *(f"{count:g} {name}" for count, name in counts if count)]
+    return ", ".join(filter(None, words))
+
+
+def _name(line: Line) -> str:
+    return str(line["settings"]["method"])
+
+
+def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
+    shown, rows = columns(), {}
+    for method, lines in methods.items():
+        results = [line["result"] for line in lines if "result" in line]
+        rows[method] = [_values(column, results) for column in shown]
+    best = [_best(column, [row[i] for row in rows.values()]) for i, column in enumerate(shown)]
+    head = ["method", *(column.title for column in shown), *(["published"] if published else []), "seeds"]
+    text = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for method in sorted(rows, key=lambda name: -(rows[name][0] or (-1.0, None))[0]):
+        cells = [
+            _cell(column, value, best[i]) for i, (column, value) in enumerate(zip(shown, rows[method], strict=True))
+        ]
+        seeds = ", ".join(str(line["seed"]) for line in methods[method])
+        text.append(
+            "| "
+            + " | ".join([f"`{method}`", *cells, *([PUBLISHED.get(method, "")] if published else []), seeds])
+            + " |"
+        )
+    return "\n".join(text)
+
+
+Value = tuple[float, float | None] | None
+
+
+def _values(column: Column, results: Sequence[Mapping[str, Any]]) -> Value:
+    known = [
+        value * column.factor for value in (number(result, *column.path) for result in results) if value is not None
+    ]
+    return interval(known) if known else None
+
+
+def _best(column: Column, values: Sequence[Value]) -> float | None:
+    known = [value[0] for value in values if value is not None]
+    if not known or not column.better:
+        return None
+    return max(known) if column.better > 0 else min(known)
+
+
+def _cell(column: Column, value: Value, best: float | None) -> str:
+    if value is None:
+        return "diverged"
+    text = f"{value[0]:.{column.digits}f}" + ("" if value[1] is None else f" ± {value[1]:.{column.digits}f}")
+    return f"**{text}**" if value[0] == best else text

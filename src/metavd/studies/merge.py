@@ -1,0 +1,111 @@
+"""Join what several machines have run: stores of JSON lines, or folders of runs.
+
+The same run has the same figures wherever it was made, but for the seconds that it took; a pair that differs is named
+and left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import UserError
+from ..runs.store import Store
+from .lines import Line, append, rows
+
+_MADE = frozenset({"date", "device", "machine", "commit", "versions", "version", "torch", "python", "seconds", "spec"})
+"""What may differ between two lines, or results, of one run: where, when and in what time it was made."""
+_ASKED = ("id", "scope", "study", "method", "trial", "settings", "round", "seed")
+"""What names a line: its id, or, of a rung of tuning, what was tried."""
+
+
+class Merged(NamedTuple):
+    """What came of it."""
+
+    added: int
+    same: int
+    differ: list[str]
+
+
+def merge(into: Path, others: Sequence[Path]) -> Merged:
+    """Add to one store, or folder of runs, what others hold."""
+    for other in others:
+        if not other.exists():
+            raise UserError(f"{other} is not there; name stores (files of JSON lines) or folders of runs")
+    kinds = {path.is_dir() for path in (into, *others) if path.exists()}
+    if len(kinds) > 1:
+        raise UserError(f"{into} and {', '.join(map(str, others))} are files and folders; merge one kind")
+    return _folders(into, others) if others[0].is_dir() else _stores(into, others)
+
+
+def _joined(there: dict[str, Any], new: Iterable[tuple[str, Any]], add: Callable[[str, Any], None]) -> Merged:
+    """Add what is new; `there` and `new` are what must agree of a run, by name."""
+    added = same = 0
+    differ = []
+    for name, what in new:
+        if name not in there:
+            add(name, what)
+            there[name] = what
+            added += 1
+        elif _figures(there[name]) == _figures(what):
+            same += 1
+        else:
+            differ.append(name)
+    return Merged(added, same, differ)
+
+
+def _figures(value: Any) -> Any:
+    """Return what two makings of one run have in common."""
+    if isinstance(value, Mapping):
+        return {key: _figures(each) for key, each in value.items() if key not in _MADE}
+    return [_figures(each) for each in value] if isinstance(value, list) else value
+
+
+def _stores(into: Path, others: Sequence[Path]) -> Merged:
+    def lines(path: Path) -> list[tuple[str, Line]]:
+        found = [value for _, value in rows(path) if isinstance(value, dict)]
+        if not found and path.stat().st_size:
+            raise UserError(f"{path} holds no JSON line; name stores of metavd, such as results/arena.jsonl")
+        return [(_name(line), line) for line in found]
+
+    there = dict(lines(into)) if into.exists() else {}
+    new = [line for other in others for line in lines(other)]
+    return _joined(there, new, lambda _, line: append(into, line))
+
+
+def _name(line: Line) -> str:
+    asked = {key: line[key] for key in _ASKED if key in line}
+    method = asked.get("method") or asked.get("settings", {}).get("method", "a run")
+    return f"{method}, seed {asked.get('seed')}, {asked.get('id') or json.dumps(asked, sort_keys=True)}"
+
+
+def _folders(into: Path, others: Sequence[Path]) -> Merged:
+    def found(root: Path) -> dict[str, tuple[Path, Any]]:
+        stores = {str(path.parent.relative_to(root)): Store(path.parent) for path in root.rglob("config.toml")}
+        ended = {name: store for name, store in stores.items() if store.is_finished()}
+        results = {name: (store.folder, store.read_result()) for name, store in ended.items()}
+        return {name: (folder, [result["spec"], result]) for name, (folder, result) in results.items()}
+
+    there = {name: what for name, (_, what) in found(into).items()} if into.exists() else {}
+    sources: dict[str, Path] = {}
+    new = []
+    for other in others:
+        for name, (folder, what) in found(other).items():
+            sources.setdefault(name, folder)
+            new.append((name, what))
+    return _joined(there, new, lambda name, _: _copy(sources[name], into / name))
+
+
+def _copy(folder: Path, to: Path) -> None:
+    """Copy a run's folder as a whole; an unfinished one of the same run gives way."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=".merge-") as scratch:
+        copy = Path(scratch) / "run"
+        shutil.copytree(folder, copy)
+        if to.exists():
+            to.rename(Path(scratch) / "unfinished")
+        copy.rename(to)

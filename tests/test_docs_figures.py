@@ -1,0 +1,174 @@
+"""Figures in the docs are those that their commands print today, where that takes seconds; docs/results.md says which.
+
+Rounding differs between machines and grows over rounds, so that each comparison has a tolerance: that of a mean over
+seeds is 2 points of accuracy or calibration error and 0.05 nats, that of one run 3 points and 0.1 nats.
+"""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import metavd
+from metavd.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ("fedavg", "reptile", "reptile+metavd")
+RUN = ("fedavg", "reptile+metavd")
+"""Those that are run here."""
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def numbers(line: str) -> list[float]:
+    """The numbers of a line, without those in words."""
+    return [float(each) for each in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", line)]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> Path:
+    """The comparison that README, docs/start.md and docs/digits.md show: its command with the same defaults."""
+    out = tmp_path_factory.mktemp("picture")
+    metavd.compare(RUN, seeds=3, out=out, device="cpu")
+    return out
+
+
+def test_the_table_of_the_readme(compared):
+    """Two methods over three seeds as printed now; all rows are in docs/digits.md, which names its command."""
+    fresh = (compared / "comparison.md").read_text().splitlines()
+    head, rows = fresh[0], {line.split(" | ")[0].strip("| "): line for line in fresh[2:]}
+    shown = [line for line in text("README.md").splitlines() if " ± " in line]
+    assert head in text("README.md")
+    assert len(shown) == 6
+    assert all(line in text("docs/digits.md").splitlines() for line in shown)
+    units = [0.05 if "NLL" in title else 0.01 if "MB" in title else 2.0 for title in head.strip("| ").split(" | ")[1:]]
+    for method in RUN:
+        line = next(line for line in shown if line.startswith(f"| {method} |"))
+        pairs = zip(line.split(" | ")[1:], rows[method].split(" | ")[1:], units, strict=True)
+        for said, found, within in pairs:
+            (mean, half), (now, half_now) = numbers(said), numbers(found)
+            assert now == pytest.approx(mean, abs=within), (method, said, found)
+            # Student's quantile for three seeds, over the root of three, makes 2.5 of a deviation of 1.
+            assert half_now == pytest.approx(half, abs=2.5 * within), (method, said, found)
+
+
+def test_the_caption_of_the_picture():
+    """It repeats the table."""
+    caption = re.search(r"\*Accuracy of participating.*?\*", text("docs/start.md"), re.DOTALL)[0].replace("\n", " ")
+    rows = [line for line in text("README.md").splitlines() if line.split(" | ")[0].strip("| ") in METHODS]
+    test, unseen = ([row.split(" | ")[column] for row in rows] for column in (1, 2))
+    assert re.findall(r"\d+\.\d ± \d+\.\d", caption) == [*test, *unseen]
+
+
+def test_the_table_of_the_first_run(compared):
+    """docs/start.md: what `make run` prints, both methods with seed 0; seconds are the machine's."""
+    results = [json.loads((compared / method / "seed-0" / "result.json").read_text()) for method in RUN[::-1]]
+    part, seen = "", 0
+    keys = {"accuracy": ("accuracy", 100, 3), "worst client": ("worst_client", 100, 12), "NLL": ("nll", 1, 0.1),
+            "calibration error": ("ece_top1", 100, 3)}  # fmt: skip
+    for line in text("docs/start.md").splitlines():
+        title, *cells = [cell.strip() for cell in line.strip("│").split("│")]
+        part = "test" if title.startswith("participating") else "unseen" if title.startswith("never seen") else part
+        if title in keys and line.startswith("│"):
+            key, factor, within = keys[title]
+            said = [float(cell.rstrip(" %")) for cell in cells[:2]]
+            assert [factor * each[part][key] for each in results] == pytest.approx(said, abs=within), (part, title)
+            seen += 1
+        if title == "traffic MB":
+            sent = [(each["bytes"]["down"] + each["bytes"]["up"]) / 1e6 for each in results]
+            assert sent == pytest.approx([float(cell) for cell in cells[:2]], abs=0.01)
+            seen += 1
+    assert seen == 9
+
+
+def test_the_gotchas_of_momentum_and_of_test_rows():
+    """docs/gotchas.md: four NLLs after 20 rounds, and the shares of rows with a label that their client never had."""
+    page = " ".join(text("docs/gotchas.md").split())
+    said = re.search(r"the test NLL of `fedavg` is ([\d.]+) at `lr=0.1` and ([\d.]+) at `lr=1`, that of `reptile` "
+                     r"([\d.]+) and ([\d.]+)\.", page)  # fmt: skip
+    runs = [metavd.run(method=method, rounds=20, lr=lr) for method in ("fedavg", "reptile") for lr in (0.1, 1.0)]
+    assert [run["test"]["nll"] for run in runs] == pytest.approx([float(each) for each in said.groups()], rel=0.15)
+    shares = re.search(r"(\d+) % of the participating clients' test rows .*? with `independent`, (\d+) % with", page)
+    for kind, share in zip(("independent", "consistent"), shares.groups(), strict=True):
+        found = metavd.run(method="fedavg", rounds=1, test_rows=kind)["test"]["unknown_share"]
+        assert 100 * found == pytest.approx(float(share), abs=0.6)
+
+
+def test_some_rules_of_aggregation():
+    """docs/aggregation.md: two rules of the table under a sign flip, three seeds, rows dealt both ways."""
+    for rule in ("mean", "multi-krum:4"):
+        row = re.search(rf"^\| `{rule}` \| ([\d |]+) \|$", text("docs/aggregation.md"), re.MULTILINE)
+        said = [float(cell) for cell in row[1].split(" | ")]
+        for place, partition in ((1, "iid"), (4, "dirichlet:0.5")):
+            settings = {
+                "partition": partition,
+                "attack": "sign-flip:0.3",
+                "aggregate": rule,
+                "cohort": 12,
+                "rounds": 15,
+            }
+            runs = [metavd.run(method="fedavg", seed=seed, **settings) for seed in range(3)]
+            found = 100 * sum(run["test"]["accuracy"] for run in runs) / 3
+            assert found == pytest.approx(said[place], abs=2), (rule, partition)
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("paper.md", "metavd paper report T7 T8 T9"),
+        ("paper-100.md", "metavd paper report T7 T8 --rounds 100 --out docs/paper-100.md"),
+        ("arena.md", "metavd arena --page docs/arena.md"),
+        ("tuned.md", "metavd tune-all --page docs/tuned.md"),
+        ("performance.md", "metavd bench --render --page docs/performance.md"),
+    ],
+)
+def test_a_page_is_what_its_command_writes(page, command, tmp_path, monkeypatch):
+    """From the runs in results/, to the letter: a figure that somebody changed by hand shows here."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    main()
+    assert (tmp_path / "docs" / page).read_text(encoding="utf-8") == text(f"docs/{page}")
+
+
+def cells(page: str, heading: str, row: str) -> list[str]:
+    """Return the cells of a row below a heading, without footnotes and bold type."""
+    below = text(page).split(f"\n### {heading}\n")[1].split("\n### ")[0]
+    line = next(line for line in below.splitlines() if re.match(rf"\| {re.escape(row)}(\[| \|| \()", line))
+    return [re.sub(r"\[\^.*?\]|\*", "", cell).strip() for cell in line.strip("| ").split("|")]
+
+
+def test_what_readme_and_start_say_of_speed():
+    """They round what docs/performance.md has."""
+    said = {name: " ".join(text(name).split()) for name in ("README.md", "docs/start.md")}
+    page = "docs/performance.md"
+    seconds, times = float(cells(page, "paper", "metavd")[1]), float(cells(page, "paper", "loop")[2])
+    for words in said.values():
+        assert f"takes {1000 * seconds:.0f} ms, {times:.0f} times less than in the usual loop" in words
+    whole = [float(cells(page, "Whole runs", method)[3]) for method in ("fedavg", "maml")]
+    tiny = [float(cells(page, "tiny", rival)[2]) for rival in ("pfl", "Flower simulation")]
+    assert f"{float(cells(page, 'paper100', 'loop')[2]):.0f} times less with all 100 clients" in said["docs/start.md"]
+    assert "take {:.0f} s (FedAvg) to {:.0f} s (MAML)".format(*whole) in said["docs/start.md"]
+    assert "{:.0f} times as fast as pfl and {:.0f} times as fast as Flower".format(*tiny) in said["docs/start.md"]
+
+
+def test_what_readme_and_results_say_of_the_paper():
+    """They round what docs/paper.md has."""
+    where = ("docs/paper.md", "cifar10, Dirichlet 0.5, cohort of 10 of 100")
+    named = ["FedAvg", "FedAvg+FT", "FedProx", "Reptile", "MAML", "FedAvg+MetaVD"]
+    words = " ".join(text("docs/results.md").split())
+    assert f"{', '.join(named[:-1])} and {named[-1]} come within 1.5 points" in words
+    assert all(abs(float(cells(*where, row)[3])) <= 1.5 for row in named)
+    for row, said in (("Reptile+MetaVD", 2.6), ("MAML+MetaVD", 2.6), ("FedBE", 3.0), ("pFedGP", 15.3),
+                      ("PerFedAvg", 1.9), ("PerFedAvg+MetaVD", 5.0)):  # fmt: skip
+        assert f"{said:.1f}" in words
+        assert -float(cells(*where, row)[3]) == pytest.approx(said, abs=0.1)
+    ours = {row: [float(cells(*where, row)[column]) for column in (1, 4)] for row in ("Reptile", "Reptile+MetaVD")}
+    test, unseen = (b - a for a, b in zip(*ours.values(), strict=True))
+    assert f"by {test:.1f} points, and by {unseen:.1f} on unseen clients" in words
