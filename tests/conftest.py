@@ -1,14 +1,16 @@
-"""What many tests share: a tiny network in float64, a client's batches, a federation's numbers; one thread."""
+"""What many tests share: a tiny network in float64, a client's batches, a federation's numbers; one thread; seeds."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +25,13 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton reads it when it is imported: its kernels then run in an interpreter, on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_setup() -> None:
+    """Seed what tests draw from global generators: a module's own first weights must not depend on the test before."""
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    random.seed(0)
 
 
 @pytest.fixture
