@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv run test quick lint types imports tests coverage docs chromium wheel sbom lock pip-audit format clean
+.PHONY: help venv run test quick lint types imports tests figures coverage docs chromium wheel sbom lock pip-audit format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ imports: venv ## import-linter: imports point one way
 # One thread a worker: the workers are the parallelism, and two thread pools on the same cores slow each other down.
 tests: venv chromium ## pytest with doctests; JOBS=2 workers, ARGS="-k maml" is passed on
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 25 $(ARGS)
+
+figures: venv ## run again what the docs' figures take minutes for, and compare; a quarter of an hour
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m figures tests/test_docs_figures.py $(ARGS)
 
 coverage: ## the tests again, a third slower: which lines and branches they run
 	$(MAKE) tests ARGS="--cov metavd --cov-branch --cov-report term-missing:skip-covered $(ARGS)"

@@ -288,14 +288,6 @@ def test_the_page_of_methods_is_up_to_date(monkeypatch):
     assert exit_.value.code == 0
 
 
-def test_the_page_of_shakespeare_is_what_its_results_say(monkeypatch, tmp_path):
-    """docs/shakespeare.md is what scripts/shakespeare.py writes from results/shakespeare.json."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["shakespeare.py", "--page", str(tmp_path / "page.md")])
-    runpy.run_path(str(ROOT / "scripts" / "shakespeare.py"), run_name="__main__")
-    assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "shakespeare.md").read_text()
-
-
 def test_the_picture_is_small():
     """A clone stays light."""
     assert (ROOT / "docs" / "picture.png").stat().st_size < 150_000

@@ -6,6 +6,7 @@ seeds is 2 points of accuracy or calibration error and 0.05 nats, that of one ru
 
 import json
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -89,8 +90,8 @@ def test_the_table_of_the_first_run(compared):
 def test_the_gotchas_of_momentum_and_of_test_rows():
     """docs/gotchas.md: four NLLs after 20 rounds, and the shares of rows with a label that their client never had."""
     page = " ".join(text("docs/gotchas.md").split())
-    said = re.search(r"the test NLL of `fedavg` is ([\d.]+) at `lr=0.1` and below ([\d.]+) at `lr=1`, that of `reptile` "
-                     r"([\d.]+) and above ([\d.]+)\. ", page)  # fmt: skip
+    said = re.search(r"the test NLL of `fedavg` is ([\d.]+) at `lr=0.1` and below ([\d.]+) at `lr=1`, that of "
+                     r"`reptile` ([\d.]+) and above ([\d.]+)\. ", page)  # fmt: skip
     small, below, small_too, above = map(float, said.groups())
     nll = {(method, lr): metavd.run(method=method, rounds=20, lr=lr)["test"]["nll"]
            for method in ("fedavg", "reptile") for lr in (0.1, 1.0)}  # fmt: skip
@@ -138,6 +139,74 @@ def test_a_page_is_what_its_command_writes(page, command, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     main()
     assert (tmp_path / "docs" / page).read_text(encoding="utf-8") == text(f"docs/{page}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "newcomers.py --page newcomers.md",
+        "perfedavg.py --render --page perfedavg.md",
+        "precision.py --render --rounds 100 --seeds 3 --page precision.md",
+        "shakespeare.py --page shakespeare.md",
+    ],
+)
+def test_a_page_is_what_its_script_writes(command, tmp_path, monkeypatch):
+    """From the runs in results/, to the letter."""
+    script, *_, page = shlex.split(command)
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+    assert Path(page).read_text(encoding="utf-8") == text(f"docs/{page}")
+
+
+def rows_of(page: str, method: str) -> list[list[str]]:
+    """The cells of a page's rows whose first cell is a method's name, alone or before how it was run."""
+    found = [line.strip("| ").split(" | ") for line in text(page).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in found if re.match(rf"`?{re.escape(method)}( fp16)?`?$", row[0])]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("reptile+metavd", marks=pytest.mark.figures), "reptile+metavd+drop", "fedavg", "fedavg+snip"],
+)
+def test_bytes_of_a_federation(method, tmp_path):
+    """docs/federation.md: what is dropped and what a client's message weighs, rehearsed with the page's settings.
+
+    Masks depend on rounding, so that a message may differ by a hundredth. Flower's own counters take real processes:
+    scripts/federation_traffic.py.
+    """
+    pytest.importorskip("flwr")
+    from metavd.flower.rehearse import rehearse
+
+    nodes = {f"client-{number}": {"partition-id": number, "num-partitions": 3} for number in range(3)}
+    rows = rows_of("docs/federation.md", method)
+    assert rows
+    for number, (title, options, layer, model, down, up, *_) in enumerate(rows):
+        how = f"unseen=0 model=mlp width=512 local_epochs=1 {options}".strip()
+        out = tmp_path / str(number)
+        result = rehearse(nodes, method=method, set=how, rounds=3, clients=3, data="digits", half="fp16" in title,
+                          out=str(out))  # fmt: skip
+        traffic = json.loads((out / "rounds.jsonl").read_text().splitlines()[-1])["traffic"].values()
+        said = [float(each.rstrip("%")) for each in (layer, model, down, up)]
+        found = [100 * result["sparsity"][part] for part in ("layer", "model")]
+        found += [sum(each[side] for each in traffic) / 3e3 for side in (0, 1)]
+        assert found == pytest.approx(said, rel=0.01, abs=0.06), (title, options)
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize(
+    "method", [line.split(" | ")[0].strip("| ") for line in text("docs/digits.md").splitlines() if " ± " in line]
+)
+def test_a_row_of_digits(method, tmp_path):
+    """docs/digits.md, one row: three runs of 60 rounds. Unstable methods scatter by their own half width."""
+    metavd.compare((method,), seeds=3, out=tmp_path, device="cpu")
+    (row,) = rows_of("docs/digits.md", method)
+    fresh = (tmp_path / "comparison.md").read_text().splitlines()[2].strip("| ").split(" | ")
+    for said, found, within in zip(row[1:], fresh[1:], [2.0, 2.0, 0.05, 0.05, 2.0, 2.0, 0.3], strict=True):
+        (mean, half), (now, _) = numbers(said), numbers(found)
+        assert now == pytest.approx(mean, abs=max(within, half)), (method, said, found)
 
 
 def cells(page: str, heading: str, row: str) -> list[str]:
