@@ -26,6 +26,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"method": "reptile+metavd+dp", "noise": 0.5},
     {"method": "perfedavg+prior"},
     {"method": "maml", "lost": 0.3, "valid": 0.2, "patience": 1, "eval_every": 1},
+    {"method": "fedavg", "valid": 0.2, "patience": 1, "eval_every": 1, "eval_clients": 2, "final_clients": 2},
 )
 
 

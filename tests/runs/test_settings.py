@@ -84,6 +84,7 @@ def test_what_decides_no_number() -> None:
         "backend",
         "chunk",
         "eval_every",
+        "eval_clients",
         "checkpoint_every",
         "weights",
     }

@@ -23,7 +23,7 @@ from ..tree import Params
 from .partition import Federation
 from .source import Columns, transform
 
-TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST = 1, 2, 3, 4, 5, 6
+TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST, TESTED = 1, 2, 3, 4, 5, 6, 7
 """First tags of the keys of a run: what the random numbers are for."""
 
 
@@ -138,6 +138,19 @@ def choose(key: Tensor, round: int, num_clients: int, cohort: int, available: Te
     ids = torch.arange(num_clients) if there is None else there.nonzero()[:, 0]
     first = place[ids].topk(min(cohort, present), largest=False, sorted=False).indices
     return ids[first].sort().values
+
+
+def sampled(key: Tensor, group: range, count: int) -> Sequence[int]:
+    """Return the clients of a group that an evaluation tests, ascending: `count` of them, or all where it is 0.
+
+    It hangs on the run's key alone, so that all rounds and all ranks test the same clients; a smaller sample is part
+    of a larger one.
+    """
+    if not 0 < count < len(group):
+        return group
+    place = rng.bits(rng.fold(key, TESTED, group.start).cpu(), [len(group)])
+    first = place.topk(count, largest=False, sorted=False).indices
+    return (group.start + first.sort().values).tolist()
 
 
 def tossed(key: Tensor, round: int, num_clients: int, rate: float, available: Tensor | None = None) -> Tensor:

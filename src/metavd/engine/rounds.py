@@ -193,7 +193,7 @@ class InterruptedRun(FailedError):  # noqa: N818
 
 
 class Tested(NamedTuple):
-    """An evaluation of all clients."""
+    """An evaluation of clients, all or a sample."""
 
     summary: dict[str, Any]
     files: Callable[[], tuple[list[dict[str, Any]], dict[str, Any]]]
@@ -210,7 +210,9 @@ class Run:
     update: ServerUpdate
     transport: Transport
     test: Callable[[ServerState], Tested]
-    """Personalise and test every client."""
+    """Personalise and test clients for the result, after the last round."""
+    look: Callable[[ServerState], Tested]
+    """The same on the way there, perhaps with fewer clients."""
     journal: Any
     """The run's folder, a `Store` of `runs.store`; None: nothing is written."""
     listener: Listener
@@ -320,7 +322,7 @@ def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[st
             spent = _spent(run, ledger, record.round)
             ends, known = record.round == e.rounds or spent, best
             if record.round % e.eval_every == 0 and not ends:
-                line |= run.test(state).summary
+                line |= run.look(state).summary
                 run.listener.evaluation(record.round, line)
             if run.valid is not None and (record.round % e.eval_every == 0 or ends):
                 valid = line["valid"] if "valid" in line else run.valid(state)

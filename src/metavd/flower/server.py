@@ -225,6 +225,7 @@ def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
                 ready=lambda state: _joined(fleet, setup, state, store),
             ),
             test=tests.run,
+            look=tests.run,
             journal=store,
             listener=log,
             about=lambda: {

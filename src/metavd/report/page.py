@@ -114,6 +114,8 @@ def _page(
         width=len(summary.columns("test")),
         rows=summary.rows(groups, summary.headline_columns(groups)),
         over=_over(groups),
+        sampled=_samples(groups, "sampled", "These figures, and their intervals over clients, rest on"),
+        curve_sampled=_samples(groups, "curve_sampled", "Evaluations before the last rest on"),
         domains=domains,
         domain_rows=summary.rows(groups, [column for _, pair in domains for column in pair]),
         drawn=drawn,
@@ -143,9 +145,7 @@ def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
 
     seeds = sorted({run.seed for run in runs})
     shown = ", ".join(map(str, seeds)) if len(seeds) <= 6 else f"{seeds[0]} to {seeds[-1]}"
-    known = [
-        f"{each(int(run.number(part, 'clients') or 0) for run in runs)} {name}" for part, name in parts(groups).items()
-    ]
+    known = [f"{each(_tested(run, part) for run in runs)} {name}" for part, name in parts(groups).items()]
     return [
         f"{len(groups)} method{'s' * (len(groups) != 1)}",
         f"seed{'s' * (len(seeds) != 1)} {shown}",
@@ -153,6 +153,23 @@ def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
         f"{' and '.join(known)} clients",
         *dict.fromkeys(str(run.config["partition"]) for run in runs if run.config.get("partition")),
     ]
+
+
+def _tested(run: Run, part: str) -> str:
+    """Return how many clients of a group the result is of, and of a sample how many there are."""
+    whole = run.number("sampled", part, "of")
+    return str(int(run.number(part, "clients") or 0)) + ("" if whole is None else f" of {whole:.0f}")
+
+
+def _samples(groups: Sequence[Group], key: str, what: str) -> str:
+    """Say which figures rest on a sample of clients; nothing where all clients were tested."""
+    found = [
+        f"{run.number(key, part, 'clients'):.0f} of {whole:.0f} {name}"
+        for run in (run for each in groups for run in each.runs)
+        for part, name in parts(groups).items()
+        if (whole := run.number(key, part, "of")) is not None and run.number(key, part, "clients") is not None
+    ]
+    return f"{what} a sample of clients that the seed draws: {', '.join(dict.fromkeys(found))}." if found else ""
 
 
 def _settings(groups: Sequence[Group]) -> list[tuple[str, list[str], bool]]:

@@ -125,7 +125,8 @@ class Run:
     def labels_of(self, client: Client) -> np.ndarray | None:
         """Return (K,) training rows of each class, of a client that details.json has."""
         labels = self.details.labels
-        known = sum(not each.unseen for each in self.clients)
+        # Of a sample the file has some clients only, but their numbers are those among all.
+        known = int(self.number("sampled", "test", "of") or sum(not each.unseen for each in self.clients))
         row = client.number if not client.unseen else client.number - known
         if labels is None or row >= LIMIT:
             return None

@@ -42,7 +42,10 @@ def details(
 ) -> dict[str, Any]:
     """Return all of it as plain lists and numbers."""
     known = federation.num_clients
-    parts = {"test": results[:known], "unseen": results[known:]}
+    parts = {
+        "test": [each for each in results if each.client < known],
+        "unseen": [each for each in results if each.client >= known],
+    }
     return {
         "version": VERSION,
         "reliability": {name: diagrams(part, released=released) for name, part in parts.items()},

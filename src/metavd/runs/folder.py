@@ -51,9 +51,9 @@ def _differs(there: Experiment, here: Experiment) -> str:
     told = [f"{name} is {old} there and {new} here" for name, old, new in pairs if old != new]
     told += ["the data or the network are others"] if there.content != here.content else []
     told += ["the weights to begin with are others"] if there.weights_content != here.weights_content else []
-    return (
-        some(told, 4) or f"eval_every is {there.eval_every} there and {here.eval_every} here, on which patience depends"
-    )
+    watched = [(name, getattr(there, name), getattr(here, name)) for name in ("eval_every", "eval_clients")]
+    looks = [f"{name} is {old} there and {new} here" for name, old, new in watched if old != new]
+    return some(told, 4) or f"{some(looks)}, on which patience depends"
 
 
 def longer_told(e: Experiment, before: int) -> list[str]:

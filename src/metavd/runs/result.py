@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _PARTS = (("test", "participating"), ("unseen", "never seen"))
 _FIGURES = (
-    "test", "unseen", "gap", "gap_interval", "sparsity", "diagnostics", "valid", "tempered", "valid_unseen", "domains"
+    "test", "unseen", "gap", "gap_interval", "sparsity", "diagnostics", "valid", "tempered", "valid_unseen", "domains",
+    "sampled",
 )  # fmt: skip
 """What an evaluation on the way leaves in its round's row; the last one is the result itself."""
 
@@ -47,7 +48,9 @@ class Result(dict[str, Any]):
         """A row for each round: who took part, loss, traffic; and the figures where it was evaluated."""
         rows = self._history()
         last = {name: self[name] for name in _FIGURES if name in self}
-        return [*rows[:-1], rows[-1] | last] if rows and self["tested_round"] == rows[-1]["round"] else rows
+        if not rows or self["tested_round"] != rows[-1]["round"]:
+            return rows
+        return [*rows[:-1], _unevaluated(rows[-1]) | last]
 
     @property
     def clients(self) -> list[Row]:
@@ -124,6 +127,11 @@ class Result(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def _unevaluated(row: Row) -> Row:
+    """Leave the figures of an earlier evaluation out of a round's row: it may have tested other clients."""
+    return {name: value for name, value in row.items() if name not in _FIGURES}
+
+
 def _value(value: Any) -> Any:
     """Return what a cell of clients.csv stands for."""
     if value == "":
@@ -170,7 +178,7 @@ class Memory:
     def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
         """Remember an evaluation, in its round's row."""
         if self.rows and round == self.rows[-1]["round"]:
-            self.rows[-1] |= summary
+            self.rows[-1] = _unevaluated(self.rows[-1]) | dict(summary)
         self.told.evaluation(round, summary)
 
     def note(self, text: str) -> None:

@@ -20,7 +20,7 @@ from ..core.accountant import Mechanism
 from ..core.trace import check_instance
 from ..core.types import Algorithm, Model, ServerState
 from ..data import collection, partition
-from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities
+from ..data.cohort import AVAILABLE, LOST, Pool, pool, probabilities, sampled
 from ..data.collection import Collection
 from ..data.formats.cache import Note, log
 from ..data.partition import OWN, Federation, some
@@ -192,17 +192,50 @@ def start(setup: Setup) -> ServerState:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All clients' answers at one state, and what they sum up to."""
+    """Clients' answers at one state, participating ones first, and what they sum up to."""
 
     clients: list[ClientResult]
     summary: dict[str, Any]
 
 
-def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluation:
-    """Personalise and test every client at a state of the server."""
+def whom(setup: Setup, count: int) -> dict[str, Sequence[int]]:
+    """Return the clients that an evaluation tests, by group: so many of each, 0 for all; the same in every round."""
+    key = rng.key(setup.experiment.seed)
+    return {name: sampled(key, group, count) for name, group in _groups(setup.pool.federation).items()}
+
+
+def _groups(federation: Federation) -> dict[str, range]:
+    known, new = federation.num_clients, federation.num_unseen
+    groups = {"test": range(known), "unseen": range(known, known + new)}
+    return groups | ({"valid_unseen": validation_clients(federation)} if federation.num_valid else {})
+
+
+def _sampled(setup: Setup, count: int) -> dict[str, dict[str, int]]:
+    """Return of each group that is not tested whole how many clients are, and how many there are."""
+    groups = _groups(setup.pool.federation)
+    return {name: {"clients": count, "of": len(group)} for name, group in groups.items() if 0 < count < len(group)}
+
+
+def _samples_told(setup: Setup) -> list[str]:
+    """Say which figures will rest on a sample of clients."""
+    e, titles = setup.experiment, {"test": "participating", "unseen": "unseen", "valid_unseen": "validation"}
+    last, said = _sampled(setup, e.final_clients), []
+    for name, what, rest in (
+        ("eval_clients", "evaluations before the last test", "" if last else "; the last tests all"),
+        ("final_clients", "the last evaluation, and so the result, tests", ""),
+    ):
+        found = _sampled(setup, getattr(e, name))
+        if found:
+            parts = " and ".join(f"{each['clients']} of {each['of']} {titles[group]}" for group, each in found.items())
+            said.append(f"{what} a sample: {parts} clients, always the same ({name}={getattr(e, name)}){rest}")
+    return said
+
+
+def evaluate(setup: Setup, state: ServerState, split: str = "test", *, count: int = 0) -> Evaluation:
+    """Personalise and test clients at a state of the server: all, or a sample of `count` of each group."""
     federation = setup.pool.federation
-    known = range(federation.num_clients)
-    unseen = range(federation.num_clients, federation.num_clients + federation.num_unseen)
+    groups = whom(setup, count)
+    known, unseen = groups["test"], groups["unseen"]
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     results, sparsities = [], []
     for clients in (known, unseen):
@@ -227,7 +260,7 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
         summary["valid"] = summarize(held, released=released)
         summary["tempered"] = summarize(tempered(parts[0], held), released=released)
         if federation.num_valid:
-            summary["valid_unseen"] = summarize(_held(setup, state, validation_clients(federation)), released=released)
+            summary["valid_unseen"] = summarize(_held(setup, state, groups["valid_unseen"]), released=released)
     if federation.source.domains:
         summary["domains"] = {
             domain.name: {
@@ -236,7 +269,8 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test") -> Evaluatio
             }
             for domain in federation.source.domains
         }
-    return Evaluation(results, summary)
+    found = _sampled(setup, count)
+    return Evaluation(results, summary | ({"sampled": found} if found else {}))
 
 
 def validation_clients(federation: Federation) -> range:
@@ -375,13 +409,14 @@ def _as_run(
     setup: Setup,
     store: Store | None,
     listener: Listener,
-    tested: Callable[[ServerState, list[ClientResult]], None] = lambda *_: None,
+    told: Callable[[ServerState, list[ClientResult]], None] = lambda *_: None,
 ) -> Run:
     e = setup.experiment
+    curve = _sampled(setup, e.eval_clients)
 
-    def test(state: ServerState) -> Tested:
-        found = evaluate(setup, state)
-        tested(state, found.clients)
+    def test(state: ServerState, count: int = e.final_clients) -> Tested:
+        found = evaluate(setup, state, count=count)
+        told(state, found.clients)
 
         def files() -> tuple[list[dict[str, Any]], dict[str, Any]]:
             more = details(setup.algorithm, state, setup.pool.federation, found.clients, released=setup.released)
@@ -395,15 +430,17 @@ def _as_run(
         update=server_update(setup),
         transport=transport(setup),
         test=test,
-        valid=(lambda state: evaluate_valid(setup, state)) if e.patience else None,
+        look=partial(test, count=e.eval_clients),
+        valid=partial(evaluate_valid, setup, clients=whom(setup, e.eval_clients)["test"]) if e.patience else None,
         journal=store,
         listener=listener,
         warned=lambda loss, summary: diverged(loss, summary["test"], _labels(setup.pool.federation)),
         privacy=setup.algorithm.privacy,
-        notes=[*setup.notes, *methods.notes(e.method, e.options, e.rounds), *_private(setup)],
+        notes=[*setup.notes, *_samples_told(setup), *methods.notes(e.method, e.options, e.rounds), *_private(setup)],
         about=lambda: {
             "backend": e.backend,
             "precision": e.precision,
+            **({"curve_sampled": curve} if curve else {}),
             **_names(setup.pool.federation),
             **provenance(e.device),
         },

@@ -48,6 +48,7 @@ def _attack(text: str) -> str:
 _MANY = 10**7
 _FAILING = "it makes simulated clients fail; real ones do so by themselves"
 _ONE_CLIENT = "a site trains one client; leave it out"
+_SITES_TEST = "every site tests its own model; leave it out"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,14 @@ class Experiment:
     eval_every: int = option(
         0, "rounds between evaluations; 0: a tenth of all, at least 5", low=1, high=_MANY, runtime=True
     )
+    eval_clients: int = option(
+        0, "clients of each group that evaluations before the last one test, drawn by the seed; 0: all", low=0,
+        high=_MANY, runtime=True, later=True, foreign=_SITES_TEST,
+    )  # fmt: skip
+    final_clients: int = option(
+        0, "the same of the last evaluation, which makes the result; 0: all, whatever eval_clients is", low=0,
+        high=_MANY, later=True, foreign=_SITES_TEST,
+    )  # fmt: skip
     checkpoint_every: int = option(
         0, "rounds between checkpoints; 0: a tenth of all, at most 50", low=1, high=_MANY, runtime=True,
         foreign="every round is saved; leave it out",
@@ -297,7 +306,8 @@ def content(experiment: Experiment) -> dict[str, Any]:
 
 def spec_hash(experiment: Experiment) -> str:
     """Return 12 hex digits that name what is computed, whatever it is computed on and however often it is looked at."""
-    when = {"eval_every"} if experiment.patience else set()  # the only run that looks at what it sees on the way
+    # The only run that looks at what it sees on the way.
+    when = {"eval_every", "eval_clients"} if experiment.patience else set()
     what = _told({key: value for key, value in content(experiment).items() if key not in RUNTIME - when}, SETTINGS)
     what["options"] = _told(what["options"], methods.options_of(experiment.method))
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]

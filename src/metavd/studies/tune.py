@@ -54,7 +54,7 @@ from ..runs.run import (
     using,
     validation_clients,
 )
-from ..runs.settings import RUNTIME, Experiment, content, to_toml, with_settings
+from ..runs.settings import RUNTIME, SETTINGS, Experiment, content, to_toml, with_settings
 from ..schema import Value
 from .many import carry_out, hold, release
 from .plan import METRICS, Dimension, Plan, Watcher
@@ -205,7 +205,10 @@ def _same(folder: Path, study: optuna.Study, here: Mapping[str, Any]) -> None:
     there = study.user_attrs.get("about")
     if there is None:
         study.set_user_attr("about", here)
-    elif there != here:
+        return
+    # A study that is older than a setting has what is that setting's default by now.
+    there = {name: each.default for name, each in SETTINGS.items() if each.later and name in here} | there
+    if there != here:
         key = next(key for key in {**here, **there} if here.get(key) != there.get(key))
         raise UserError(
             f"the folder {folder} holds another study, where {key} is {there.get(key)!r} and not {here.get(key)!r}; "
