@@ -81,7 +81,10 @@ def predict_command(
     *, place: str, data: str, client: str | None, top: int | None, coverage: float | None, kind: str | None,
     calibrate: str | None, domain: str | None, root: str | None, device: str | None, out: str | None, **how: Any,
 ) -> None:  # fmt: skip
-    """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information."""
+    """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information.
+
+    With --coverage every row also gets a set of classes, from labelled rows that the model has not learnt from.
+    """
     for name, value in (("conformal", kind), ("calibrate", calibrate)):
         if coverage is None and value is not None:
             raise UserError(f"{name} is {value!r}, but sets are made only for a coverage; add --coverage 0.9")

@@ -102,5 +102,13 @@ def _tell(own: Personal, rule: Rule, rows: str, note: Note) -> None:
     if not rule.enough:
         fewest = conformal.needed(rule.coverage)
         note(f"{rule.rows} rows are too few for coverage {rule.coverage}, which needs {fewest}: every set is whole")
-    if own.experiment.patience and own.held is not None and rows == own.held.name:
+    e = own.experiment
+    if own.held is None or rows != own.held.name:
+        return
+    if e.valid_rows in ("independent", "uniform"):
+        note(
+            f"the run dealt validation rows apart from training rows (valid_rows={e.valid_rows}), so that the coverage "
+            "holds for their mix of classes; valid_rows=own keeps the client's"
+        )
+    if e.patience:
         note("the run chose its state by validation rows (patience), so that the coverage may be a little too small")
