@@ -15,6 +15,7 @@ import pytest
 from metavd.cli import cli
 from metavd.cli.use import export_command, personalize_command, predict_command
 from metavd.data.source import digits
+from metavd.evaluate.conformal import calibrate, covered, sets
 from metavd.runs.run import run
 from metavd.serve.personal import Personal, personalize
 
@@ -121,6 +122,85 @@ def test_export_writes_the_model_and_its_card(metavd: Metavd, trained: Path) -> 
     assert f"| ece_top1 | {result['test']['ece_top1']:.4f} | {result['unseen']['ece_top1']:.4f} |" in text
 
 
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run whose clients keep half of their rows for validation."""
+    folder = tmp_path_factory.mktemp("held") / "run"
+    run(method="fedavg", clients=4, cohort=2, rounds=2, width=8, partition="iid", valid=0.5, valid_rows="own",
+        device="cpu", out=folder)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("kind", [None, "aps", "raps"])
+def test_sets_of_a_run_s_client(metavd: Metavd, held: Path, rows: Path, kind: str | None) -> None:
+    """The columns are what Python makes of the client's validation rows; what was chosen is said."""
+    chosen = [] if kind is None else ["--conformal", kind]
+    done = metavd("predict", held, "--client", "0", "--data", f"npz:{rows}", "--coverage", "0.8", *chosen)
+    assert done.status == 0
+    own = personalize(held, client=0)
+    assert own.held is not None
+    assert len(own.held.y) > 50
+    said = own.predict(digits().x[:40]).probs
+    rule = calibrate(own.predict(own.held.x).probs, own.held.y, 0.8, kind or "lac")
+    inside = sets(said, rule)
+    table = read(done.out)
+    assert [set(row["set"].split(";")) for row in table] == [set(np.flatnonzero(row).astype(str)) for row in inside]
+    assert [int(row["set_size"]) for row in table] == inside.sum(1).tolist()
+    assert all(row["set"].split(";")[0] == row["predicted"] for row in table)
+    assert f"calibrated on {len(own.held.y)} rows (validation rows of client 0)" in done.err
+    assert ("LAC," if kind is None else f"{kind.upper()} without random numbers") in done.err
+    assert f"label in set {covered(inside, digits().y[:40]):.1%}, mean set size {inside.sum(1).mean():.2f}" in done.err
+
+
+def test_sets_of_a_folder_from_rows_that_are_named(metavd: Metavd, trained: Path, tmp_path: Path) -> None:
+    """Of rows that mark test rows and clients, those of the model's client that it was not adapted to calibrate."""
+    x, y, number = digits().x[:200], digits().y[:200], np.arange(200)
+    np.savez(tmp_path / "marked.npz", x=x, y=y, client=number % 2, test=number >= 100)
+    np.savez(tmp_path / "rows.npz", x=digits().x[300:310])
+    assert metavd("personalize", trained, "--data", "npz:marked.npz", "--client", "1", "--out", "mine").status == 0
+    asked = ("predict", "mine", "--data", "npz:rows.npz", "--calibrate", "npz:marked.npz")
+    done = metavd(*asked, "--coverage", "0.9", "--top", "1", "--out", "answers.csv")
+    assert done.status == 0
+    assert "calibrated on 50 rows (npz:marked.npz, client 1)" in done.err
+    own = Personal.load("mine")
+    used = (number >= 100) & (number % 2 == 1)
+    inside = sets(own.predict(digits().x[300:310]).probs, calibrate(own.predict(x[used]).probs, y[used], 0.9))
+    table = read(Path("answers.csv").read_text())
+    assert [int(row["set_size"]) for row in table] == inside.sum(1).tolist()
+    few = metavd(*asked, "--coverage", "0.99")
+    assert "50 rows are too few for coverage 0.99, which needs 99: every set is whole" in few.err
+    assert {row["set_size"] for row in read(few.out)} == {"10"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"client": np.arange(9)},
+            "has rows of 0, 1, 2, 3, 4, 5, 6, 7, 8, but the model is that of client 9; give its",
+        ),
+        ({"test": np.zeros(9, bool)}, "marks no row as a test row, but only those may calibrate"),
+        ({"y": None}, "has no labels, but calibration needs labelled rows"),
+        (None, "the model has learnt from rows of npz:anna.npz, which cannot calibrate it; give other rows"),
+    ],
+)
+def test_rows_that_cannot_calibrate(
+    metavd: Metavd, trained: Path, tmp_path: Path, given: dict[str, Any] | None, says: str
+) -> None:
+    """Of somebody else, adapted to, without labels: refused in a sentence, and no file."""
+    few = {"x": digits().x[:9], "y": digits().y[:9]}
+    np.savez(tmp_path / "anna.npz", **few, client=np.full(9, 9))
+    assert metavd("personalize", trained, "--data", "npz:anna.npz", "--out", "mine").status == 0
+    asked = "npz:anna.npz"
+    if given is not None:
+        np.savez(tmp_path / "held.npz", **{name: value for name, value in (few | given).items() if value is not None})
+        asked = "npz:held.npz"
+    done = metavd("predict", "mine", "--data", "digits", "--coverage", "0.9", "--calibrate", asked, "--out", "a.csv")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert says in done.err
+    assert not Path("a.csv").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -133,6 +213,19 @@ def test_export_writes_the_model_and_its_card(metavd: Metavd, trained: Path) -> 
         (["predict", "RUN", "--data", "digits", "--samples", "0"], "samples is 0, but must be at least 1"),
         (["predict", "RUN", "--data", "digits", "--top", "11"], "top is 11, but must lie between 1 and the 10 classes"),
         (["predict", "RUN", "--data", "digits", "--device", "cuda:99"], "device is"),
+        (["predict", "RUN", "--data", "digits", "--coverage", "1.5"], "coverage is 1.5, but must lie between 0 and 1"),
+        (
+            ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--client", "0", "--out", "a.csv"],
+            "coverage is 0.9, but there are no calibration rows",
+        ),
+        (
+            ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--conformal", "top"],
+            "conformal is 'top', but must be lac or aps or raps",
+        ),
+        (
+            ["predict", "RUN", "--data", "digits", "--conformal", "aps"],
+            "conformal is 'aps', but sets are made only for a coverage; add --coverage 0.9",
+        ),
         (["export", "RUN", "--out", "m.bin"], "must end in .safetensors or .onnx"),
         (["export", "RUN", "--format", "onnx", "--out", "m.safetensors"], "must end in .onnx"),
     ],

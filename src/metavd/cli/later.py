@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..data import described as data_described
     from ..data import formats as data_formats
     from ..data import partition as data_partition
+    from ..evaluate import conformal as evaluate_conformal
     from ..evaluate import figures as evaluate_figures
     from ..evaluate import metrics as evaluate_metrics
     from ..flower import apps as flower_apps
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ..serve import export as serve_export
     from ..serve import personal as serve_personal
     from ..serve import samples as serve_samples
+    from ..serve import sets as serve_sets
     from ..studies import arena as studies_arena
     from ..studies import compare as studies_compare
     from ..studies import halving as studies_halving

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..errors import UserError
 from . import later
 from .terminal import Reporter, adding
 
@@ -63,15 +64,33 @@ def personalize_command(
 )
 @click.option("--samples", type=int, metavar="S", help="Posterior draws. [default: the run's]")
 @click.option("--top", type=int, metavar="K", help="The K most probable classes in place of all.")
+@click.option(
+    "--coverage", type=float, metavar="C", help="Add the set of classes that holds the right one this often, as 0.9."
+)
+@click.option("--conformal", "kind", metavar="lac|aps|raps", help="How sets are made. [default: lac]")
+@click.option(
+    "--calibrate",
+    metavar="ROWS",
+    help="Labelled rows of the client for its sets. [default: its validation rows in the run]",
+)
 @_placed
 @click.option(
     "--out", type=click.Path(dir_okay=False), metavar="F", help="A .csv or .parquet file. [default: CSV, printed]"
 )
 def predict_command(
-    *, place: str, data: str, client: str | None, top: int | None, domain: str | None, root: str | None,
-    device: str | None, out: str | None, **how: Any,
+    *, place: str, data: str, client: str | None, top: int | None, coverage: float | None, kind: str | None,
+    calibrate: str | None, domain: str | None, root: str | None, device: str | None, out: str | None, **how: Any,
 ) -> None:  # fmt: skip
-    """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information."""
+    """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information.
+
+    With --coverage every row also gets a set of classes, from labelled rows that the model has not learnt from.
+    """
+    for name, value in (("conformal", kind), ("calibrate", calibrate)):
+        if coverage is None and value is not None:
+            raise UserError(f"{name} is {value!r}, but sets are made only for a coverage; add --coverage 0.9")
+    kind = kind or "lac"
+    if coverage is not None:
+        later.evaluate_conformal.check(coverage, kind)
     if out is not None and later.serve_export.check_path(Path(out), later.serve_export.TABLES) == "parquet":
         later.serve_export.need("pyarrow", "parquet", "a .parquet file")
     reporter = Reporter()
@@ -82,14 +101,24 @@ def predict_command(
         data, own.takes, own.about["classes"], data=own.experiment.data, domain=domain or own.about["domain"],
         root=root or own.experiment.root, note=reporter.note,
     )  # fmt: skip
-    said = own.predict(rows.x, domain=None if rows.domain is None else own.takes.domains[rows.domain].name, **how)
-    columns = later.serve_export.table(own, rows, said, top)
+    like = None if rows.domain is None else own.takes.domains[rows.domain].name
+    said = own.predict(rows.x, domain=like, **how)
+    inside = None
+    told = "" if rows.y is None else f", accuracy {later.evaluate_metrics.accuracy(said.probs, rows.y):.1%}"
+    told += f", mean entropy {said.entropy.mean():.3f}"
+    if coverage is not None:
+        rule = later.serve_sets.calibrated(
+            own, coverage, kind, source=calibrate, domain=like, root=root, note=reporter.note, **how
+        )
+        inside = later.evaluate_conformal.sets(said.probs, rule)
+        told += "" if rows.y is None else f", label in set {later.evaluate_conformal.covered(inside, rows.y):.1%}"
+        told += f", mean set size {later.evaluate_conformal.size(inside):.2f}"
+    columns = later.serve_export.table(own, rows, said, top, inside)
     if out is None:
         click.echo(later.serve_export.csv_text(columns), nl=False)
     else:
         later.serve_export.write_table(Path(out), columns)
-    right = "" if rows.y is None else f", accuracy {later.evaluate_metrics.accuracy(said.probs, rows.y):.1%}"
-    reporter.note(f"{len(rows.x)} rows{right}, mean entropy {said.entropy.mean():.3f}" + (f"; {out}" if out else ""))
+    reporter.note(f"{len(rows.x)} rows{told}" + (f"; {out}" if out else ""))
 
 
 @click.command("export")

@@ -69,16 +69,19 @@ def check_path(path: Path, kinds: Sequence[str], kind: str | None = None) -> str
 # A table of answers
 
 
-def table(own: Personal, rows: Samples, said: Prediction, top: int | None = None) -> dict[str, list[Any]]:
+def table(
+    own: Personal, rows: Samples, said: Prediction, top: int | None = None, inside: np.ndarray | None = None
+) -> dict[str, list[Any]]:
     """Return the answers by column, one line per row; `top` gives the most probable classes in place of all.
 
     row, file (of a folder), client and label (where they are known), predicted, confidence, entropy,
-    mutual_information (where there is a posterior), then p_CLASS for every class, or top_1, p_1, top_2, p_2, ...
+    mutual_information (where there is a posterior), set and set_size (where `inside` (B, K) says which classes are in),
+    then p_CLASS for every class, or top_1, p_1, top_2, p_2, ...
     """
     names = own.classes
     if top is not None and not 1 <= top <= len(names):
         raise UserError(f"top is {top}, but must lie between 1 and the {len(names)} classes")
-    order = np.argsort(-said.probs, axis=1, kind="stable")[:, : top or 1]
+    order = np.argsort(-said.probs, axis=1, kind="stable")
     columns: dict[str, list[Any]] = {"row": list(range(len(said.probs)))}
     if rows.files is not None:
         columns["file"] = rows.files
@@ -91,6 +94,12 @@ def table(own: Personal, rows: Samples, said: Prediction, top: int | None = None
     columns["entropy"] = said.entropy.tolist()
     if said.mutual_information is not None:
         columns["mutual_information"] = said.mutual_information.tolist()
+    if inside is not None:
+        columns["set"] = [
+            ";".join(names[label] for label in ranked if held[label])
+            for ranked, held in zip(order, inside, strict=True)
+        ]
+        columns["set_size"] = inside.sum(1).tolist()
     if top is None:
         return columns | {f"p_{name}": said.probs[:, number].tolist() for number, name in enumerate(names)}
     for place in range(top):

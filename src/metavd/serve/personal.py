@@ -69,6 +69,17 @@ class Prediction(NamedTuple):
     """(B,) in nats: what it is unsure of because it does not know its weights; None without a posterior."""
 
 
+class Held(NamedTuple):
+    """Labelled rows of a client that its model was not adapted to, as they are stored."""
+
+    name: str
+    """Where they come from, for a sentence."""
+    x: np.ndarray
+    y: np.ndarray
+    domain: np.ndarray | None
+    """Which dataset each row belongs to, if there are several."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """A run's folder, opened."""
@@ -93,6 +104,8 @@ class Personal:
     about: Mapping[str, Any]
     """Where it comes from, in plain values; see docs/use.md."""
     module: nn.Module | Model | None = None
+    held: Held | None = None
+    """The client's validation rows in the run, for `serve.sets`; no folder holds them."""
 
     @cached_property
     def task(self) -> Task:
@@ -462,7 +475,16 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
         "key": int(turn.answer_key(now, number)), "noise": _noise(algorithm), "result": trained.result,
         **about,
     }  # fmt: skip
-    return Personal(params, blank(held.source), e, described, trained.module)
+    return Personal(params, blank(held.source), e, described, trained.module, _held(pool, number))
+
+
+def _held(pool: Pool | None, number: int) -> Held | None:
+    """Return a client's validation rows; rows of new clients are dealt none."""
+    if pool is None or number >= len(pool.federation.valid):
+        return None
+    source, rows = pool.federation.source, pool.federation.valid[number]
+    domain = None if source.domain is None else source.domain[rows]
+    return Held(f"validation rows of client {pool.federation.name(number)}", source.x[rows], source.y[rows], domain)
 
 
 def open_model(
