@@ -208,7 +208,7 @@ def _weight_gradient(x: Tensor, g: Tensor, *, precision: str) -> Tensor:
     return gw.to(torch.float32, memory_format=torch.contiguous_format).unflatten(0, (clients, outputs))
 
 
-class _Conv(Function):
+class _Conv(device.Operator):
     """The convolution, or its transpose (`back`): each is the other's derivative by the images."""
 
     @staticmethod
@@ -216,16 +216,11 @@ class _Conv(Function):
         return _convolved(x[:, None], weight[None], back=back, precision=precision)[:, 0]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        x, weight, ctx.back, ctx.precision = inputs
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        by_x = _Conv.apply(g, weight, not ctx.back, ctx.precision) if ctx.needs_input_grad[0] else None
-        pair = (g, x) if ctx.back else (x, g)
-        by_weight = _Slope.apply(*pair, ctx.precision) if ctx.needs_input_grad[1] else None
+        (x, weight), (back, precision) = ctx.saved_tensors, ctx.given
+        by_x = _Conv.apply(g, weight, not back, precision) if ctx.needs_input_grad[0] else None
+        pair = (g, x) if back else (x, g)
+        by_weight = _Slope.apply(*pair, precision) if ctx.needs_input_grad[1] else None
         return by_x, by_weight, None, None
 
     @staticmethod
@@ -235,21 +230,16 @@ class _Conv(Function):
         return _convolved(images, weights, back=back, precision=precision), 1
 
 
-class _Slope(Function):
+class _Slope(device.Operator):
     @staticmethod
     def forward(x: Tensor, g: Tensor, precision: str) -> Tensor:
         return _weight_gradient(x[:, None], g[:, None], precision=precision)[0]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        x, g, ctx.precision = inputs
-        ctx.save_for_backward(x, g)
-
-    @staticmethod
     def backward(ctx: Any, gw: Tensor) -> tuple[Tensor | None, ...]:
         x, g = ctx.saved_tensors
-        by_x = _Conv.apply(g, gw, True, ctx.precision) if ctx.needs_input_grad[0] else None
-        by_g = _Conv.apply(x, gw, False, ctx.precision) if ctx.needs_input_grad[1] else None
+        by_x = _Conv.apply(g, gw, True, *ctx.given) if ctx.needs_input_grad[0] else None
+        by_g = _Conv.apply(x, gw, False, *ctx.given) if ctx.needs_input_grad[1] else None
         return by_x, by_g, None
 
     @staticmethod
@@ -318,31 +308,26 @@ def _block_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor, Tensor
     """Gradients by images, weights and biases of a block, or of one with given places."""
     x, weight, place = ctx.saved_tensors
     gw, gb = _Weigh.apply(x, g, place, ctx.precision)
-    return _image_gradient(g, weight, place, ctx) if ctx.needs_input_grad[0] else None, gw, gb
+    return _image_gradient(g, weight, place, ctx.precision) if ctx.needs_input_grad[0] else None, gw, gb
 
 
-def _image_gradient(g: Tensor, weight: Tensor, place: Tensor, ctx: Any) -> Tensor:
+def _image_gradient(g: Tensor, weight: Tensor, place: Tensor, precision: str) -> Tensor:
     """Return the gradient by a block's images."""
     unpicked, _ = _Unpick.apply(g, place, g.dtype, False)
-    return _Conv.apply(unpicked, weight, True, ctx.precision)
+    return _Conv.apply(unpicked, weight, True, precision)
 
 
-class _Weigh(Function):
+class _Weigh(device.Operator):
     @staticmethod
     def forward(x: Tensor, g: Tensor, place: Tensor, precision: str) -> tuple[Tensor, Tensor]:
         gw, gb = _weigh(x[None], g[:, None], place[:, None], precision=precision)
         return gw[0], gb[0]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        x, g, place, ctx.precision = inputs
-        ctx.save_for_backward(x, g, place)
-
-    @staticmethod
     def backward(ctx: Any, gw: Tensor, gb: Tensor) -> tuple[Tensor | None, ...]:
         x, g, place = ctx.saved_tensors
-        by_x = _image_gradient(g, gw, place, ctx) if ctx.needs_input_grad[0] else None
-        by_g = _Take.apply(x, gw, gb, place, ctx.precision) if ctx.needs_input_grad[1] else None
+        by_x = _image_gradient(g, gw, place, *ctx.given) if ctx.needs_input_grad[0] else None
+        by_g = _Take.apply(x, gw, gb, place, *ctx.given) if ctx.needs_input_grad[1] else None
         return by_x, by_g, None, None
 
     @staticmethod

@@ -114,14 +114,10 @@ class _NoisySlope(device.PerClient):
     batched = staticmethod(lambda *values: _kernels().noisy_slope(*values))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        g, y, eps, var, ctx.tiny, ctx.slope = inputs
-        ctx.save_for_backward(g, y, eps, var)
-
-    @staticmethod
     def backward(ctx: Any, gm: Tensor, gv: Tensor, gb: Tensor) -> tuple[Tensor | None, ...]:
         g, y, eps, var = ctx.saved_tensors
-        steep, power = _steep(y, ctx.slope), var + ctx.tiny
+        tiny, slope = ctx.given
+        steep, power = _steep(y, slope), var + tiny
         by_g = steep * (gm + gb + 0.5 * gv * eps * power.rsqrt())
         by_var = -0.25 * gv * g * steep * eps * power.pow(-1.5)
         return by_g, None, None, by_var.sum(0, keepdim=True) if len(var) < len(y) else by_var, None, None

@@ -78,7 +78,17 @@ def kernels(name: str) -> Any:
     return import_module(f".{name}_kernels", __package__)
 
 
-class PerClient(Function):
+class Operator(Function):
+    """An operator whose derivative needs all that it was given: `ctx.saved_tensors`, and the rest as `ctx.given`."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        """Keep the inputs."""
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+        ctx.given = tuple(value for value in inputs if not isinstance(value, Tensor))
+
+
+class PerClient(Operator):
     """An operator of one client whose kernel takes all clients at once.
 
     A subclass has `batched`, the kernel on tensors with a client axis in front, and the derivative.

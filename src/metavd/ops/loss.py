@@ -46,20 +46,12 @@ class _CrossEntropy(device.PerClient):
     batched = staticmethod(lambda *values: _kernels().cross_entropy(*values))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return _CrossEntropySlope.apply(g, *ctx.saved_tensors), None, None
 
 
 class _CrossEntropySlope(device.PerClient):
     batched = staticmethod(lambda *values: _kernels().cross_entropy_slope(*values))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn.functional import softplus
 
 from . import device
@@ -140,7 +139,7 @@ def gate(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
 _kernels = partial(device.kernels, "posterior")
 
 
-class _Inward(Function):
+class _Inward(device.Operator):
     """The clamp that only gradients pass which lead back inside."""
 
     generate_vmap_rule = True
@@ -150,31 +149,19 @@ class _Inward(Function):
         return x.clamp(low, high)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
-        ctx.save_for_backward(inputs[0])
-        ctx.low, ctx.high = inputs[1:]
-
-    @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return gate(slope, x, ctx.low, ctx.high), None, None
+        return gate(slope, *ctx.saved_tensors, *ctx.given), None, None
 
 
-class _Gate(Function):
+class _Gate(device.Operator):
     @staticmethod
     def forward(slope: Tensor, x: Tensor, low: float, high: float) -> Tensor:
         let: Tensor = _kernels().gate(slope, x, low, high)
         return let
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        slope, x, ctx.low, ctx.high = inputs
-        ctx.save_for_backward(slope, x)
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        slope, x = ctx.saved_tensors
-        return g.masked_fill(outward(slope, x, ctx.low, ctx.high), 0.0), None, None, None
+        return g.masked_fill(outward(*ctx.saved_tensors, *ctx.given), 0.0), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, slope: Tensor, x: Tensor, low: float, high: float) -> Any:
@@ -199,14 +186,9 @@ class _VarianceSlope(device.PerClient):
     batched = staticmethod(lambda *values: _kernels().variance_slope(*values))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        *saved, ctx.low, ctx.high = inputs
-        ctx.save_for_backward(*saved)
-
-    @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         g, var, stored = ctx.saved_tensors
-        v = v.masked_fill(outward(g * var, stored, ctx.low, ctx.high), 0.0)
+        v = v.masked_fill(outward(g * var, stored, *ctx.given), 0.0)
         return v * var, v * g, None, None, None
 
 
@@ -214,13 +196,8 @@ class _Kl(device.PerClient):
     batched = staticmethod(lambda stored, weight, *rest: _kernels().kl(*_rows(stored, weight), *rest))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        stored, weight, ctx.place, ctx.scale = inputs
-        ctx.save_for_backward(stored, weight)
-
-    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _KlSlope.apply(g, *ctx.saved_tensors, ctx.place, ctx.scale), None, None, None
+        return _KlSlope.apply(g, *ctx.saved_tensors, *ctx.given), None, None, None
 
 
 def _kl_slope(g: Tensor, stored: Tensor, weight: Tensor, place: Any, scale: float) -> Tensor:
@@ -233,18 +210,13 @@ class _KlSlope(device.PerClient):
     batched = staticmethod(_kl_slope)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        g, stored, weight, ctx.place, ctx.scale = inputs
-        ctx.save_for_backward(g, stored, weight)
-
-    @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         g, stored, weight = ctx.saved_tensors
-        offset, low, high, tiny = ctx.place
+        (offset, low, high, tiny), scale = ctx.given
         kept = torch.sigmoid((weight.square() + tiny).log() - offset - stored.clamp(low, high))
-        slope = -0.5 * ctx.scale * kept
+        slope = -0.5 * scale * kept
         v = v.masked_fill(outward(g * slope, stored, low, high), 0.0)
-        bent = 0.5 * ctx.scale * g * v * kept * (1.0 - kept)
+        bent = 0.5 * scale * g * v * kept * (1.0 - kept)
         return (v * slope).sum(), bent.masked_fill(outward(bent, stored, low, high), 0.0), None, None, None
 
 
