@@ -25,7 +25,10 @@ from typing import Any
 import torch
 
 from metavd.core import rng
-from metavd.runs.run import Experiment, evaluate, prepare, rounds_of, start
+from metavd.runs.evaluation import evaluate
+from metavd.runs.run import rounds_of
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import prepare, start
 
 ROUNDS = 30
 CASES = {

@@ -12,8 +12,10 @@ import time
 import numpy as np
 
 import metavd
-from metavd.runs.run import evaluate, prepare, rounds_of, start
+from metavd.runs.evaluation import evaluate
+from metavd.runs.run import rounds_of
 from metavd.runs.settings import Experiment
+from metavd.runs.setup import prepare, start
 
 ROUNDS, TESTED = 20, 100
 

@@ -25,8 +25,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from metavd.engine.checkpoint import load_checkpoint
-from metavd.runs.run import prepare
 from metavd.runs.settings import Experiment
+from metavd.runs.setup import prepare
 from metavd.runs.store import Store
 
 METHODS = ("fedavg", "reptile", "reptile+metavd")

@@ -22,8 +22,8 @@ from metavd.cli.terminal import Reporter
 from metavd.container import write_atomic
 from metavd.data.partition import Federation
 from metavd.evaluate.metrics import ClientResult, summarize
-from metavd.runs.run import data_of, prepare
 from metavd.runs.settings import Experiment, with_settings
+from metavd.runs.setup import data_of, prepare
 
 STORE = Path("results/shakespeare.json")
 RUNS: dict[str, dict[str, Any]] = {

@@ -52,7 +52,7 @@ def test_model_with_chosen_layers() -> None:
     """`from_module(module, variational=[...])` decides which layers carry a posterior."""
     from torch import nn
 
-    from metavd.runs.run import prepare
+    from metavd.runs.setup import prepare
 
     network = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
     model = metavd.from_module(network, variational=["0", "2"])

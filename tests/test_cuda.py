@@ -17,7 +17,9 @@ from metavd.engine.schedule import graph
 from metavd.engine.schedule.capture import captured
 from metavd.engine.turn import moment
 from metavd.ops.images import crop_and_flip
-from metavd.runs.run import Experiment, prepare, rounds_of, server_update, start, transport
+from metavd.runs.run import rounds_of, server_update, transport
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import prepare, start
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -28,8 +28,8 @@ from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.vmap import vmap
 from metavd.errors import SpecError
 from metavd.models.mlp import mlp
-from metavd.runs.run import Setup, prepare, start
 from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare, start
 
 FIELDS = {
     "clients": 6, "unseen": 2, "cohort": 3, "rounds": 3, "width": 8, "dtype": "float64", "eval_every": 3,

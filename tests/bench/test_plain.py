@@ -13,7 +13,8 @@ from metavd.bench.plain import average, clients_of, crop_and_flip, images, netwo
 from metavd.bench.workload import CIFAR, PAPER, TINY, Order, Workload
 from metavd.models.cnn import cnn
 from metavd.models.mlp import mlp
-from metavd.runs.run import rounds_of, start
+from metavd.runs.run import rounds_of
+from metavd.runs.setup import start
 
 SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
 

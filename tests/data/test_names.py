@@ -94,8 +94,8 @@ def test_names_need_clients_by_nature() -> None:
 )  # fmt: skip
 def test_of_four_clients_all_take_part_and_one_is_left_out(given, clients, unseen, cohort) -> None:
     """Whoever is unseen is one of the four, not a fifth; everybody else takes part in every round."""
-    from metavd.runs.run import complete
     from metavd.runs.settings import Experiment, with_settings
+    from metavd.runs.setup import complete
 
     e = complete(with_settings(Experiment(), given), collection.collect(four()))
     assert (e.clients, e.cohort) == (clients, cohort)

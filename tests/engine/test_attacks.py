@@ -15,8 +15,8 @@ from metavd.core.types import Update
 from metavd.engine import attacks
 from metavd.engine.turn import Moment
 from metavd.errors import SpecError, UserError
-from metavd.runs.run import prepare
 from metavd.runs.settings import Experiment, resolve, spec_hash, with_settings
+from metavd.runs.setup import prepare
 
 TINY = {"method": "fedavg", "clients": 10, "unseen": 2, "cohort": 5, "rounds": 3, "width": 8, "eval_every": 100,
         "local_epochs": 1}  # fmt: skip

@@ -12,7 +12,8 @@ from metavd.engine.schedule.choice import choice, flops
 from metavd.models.cnn import cnn
 from metavd.models.mlp import mlp
 from metavd.models.small_cnn import small_cnn
-from metavd.runs.run import Experiment, prepare
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import prepare
 
 
 def test_flops_are_two_a_weight_and_place():

@@ -28,7 +28,8 @@ from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.table import table, tabled
 from metavd.engine.schedule.threads import threads
 from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
-from metavd.runs.run import Experiment, Setup, prepare, start
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare, start
 from metavd.tree import Params
 
 CHEAP = {"batch": 16, "local_epochs": 2, "drop_from": 0}

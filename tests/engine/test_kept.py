@@ -20,8 +20,9 @@ from metavd.engine.rounds import Silent
 from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.threads import threads
 from metavd.engine.schedule.vmap import vmap
-from metavd.runs.run import Setup, prepare, rounds_of, start
+from metavd.runs.run import rounds_of
 from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare, start
 from metavd.tree import Params
 
 LIKE = {"a": torch.zeros(2, 3, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
@@ -129,7 +130,7 @@ def test_who_has_kept_nothing_has_what_it_begins_with() -> None:
 
 def test_newcomers_and_others_are_answered_in_order_and_leave_torch_as_it_was() -> None:
     """Some clients have kept something and some have not: one answer each, in order, and gradients stay on."""
-    from metavd.runs.run import evaluate
+    from metavd.runs.evaluation import evaluate
 
     setup = setup_of()
     found = evaluate(setup, trained(setup)[0])

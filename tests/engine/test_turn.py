@@ -15,7 +15,8 @@ from metavd.data.source import arrays
 from metavd.engine import turn
 from metavd.engine.evaluation import answers
 from metavd.engine.schedule.loop import loop
-from metavd.runs.run import Experiment, Setup, prepare, start
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare, start
 
 ROWS = arrays(np.random.RandomState(0).randn(300, 4), np.arange(300) % 3)
 

@@ -11,7 +11,8 @@ from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
 from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.vmap import vmap
-from metavd.runs.run import Experiment, Setup, prepare, start
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare, start
 
 CHEAP = {"batch": 16, "local_epochs": 2, "drop_from": 0}
 

@@ -21,8 +21,8 @@ from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.threads import threads
 from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
 from metavd.engine.turn import moment, train_batches
-from metavd.runs.run import Setup, prepare, start
 from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare, start
 from metavd.tree import Params
 
 CLIENTS, UNSEEN, COHORT = 6, 2, 3

@@ -12,7 +12,8 @@ from rival_laws import answered, everywhere, trained
 
 from metavd.core.types import Algorithm, ServerState
 from metavd.data.source import Source, arrays
-from metavd.runs.run import Experiment, Setup, prepare
+from metavd.runs.settings import Experiment
+from metavd.runs.setup import Setup, prepare
 from metavd.tree import Params
 
 CLASSES, CLIENTS, UNSEEN = 4, 7, 2

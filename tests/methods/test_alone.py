@@ -19,7 +19,7 @@ from metavd.engine.cohorts import simulate
 from metavd.engine.kept import digest
 from metavd.engine.schedule.loop import loop
 from metavd.engine.turn import moment
-from metavd.runs.run import start
+from metavd.runs.setup import start
 
 
 def test_schedules_agree() -> None:

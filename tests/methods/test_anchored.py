@@ -13,7 +13,7 @@ from torch.func import grad
 
 from metavd.core.posterior import POSTERIORS, Choice, Spread, logit
 from metavd.errors import SpecError
-from metavd.runs.run import start
+from metavd.runs.setup import start
 
 THETA = torch.linspace(-0.4, 0.5, 12, dtype=torch.float64).reshape(3, 4)
 ANCHORED: dict[str, Any] = {"prior": "anchored", "rate": 0.2}

@@ -22,7 +22,7 @@ from metavd.core.objective import cross_entropy
 from metavd.core.types import Batch, Sampling
 from metavd.data.cohort import PERSONAL, batches
 from metavd.engine.turn import moment
-from metavd.runs.run import Setup, start
+from metavd.runs.setup import Setup, start
 from metavd.tree import Params
 
 

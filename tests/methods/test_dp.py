@@ -14,8 +14,9 @@ from metavd.core import accountant, server
 from metavd.core.privacy import CLIP
 from metavd.engine.rounds import Silent
 from metavd.errors import SpecError
-from metavd.runs.run import prepare, rounds_of, start
+from metavd.runs.run import rounds_of
 from metavd.runs.settings import Experiment, with_settings
+from metavd.runs.setup import prepare, start
 
 pytest.importorskip("dp_accounting")
 

@@ -15,7 +15,7 @@ from metavd.engine.kept import held
 from metavd.engine.turn import moment, train_batches
 from metavd.errors import SpecError
 from metavd.methods import Setting, algorithm
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 NAMES = ("fc2.weight", "fc2.bias")

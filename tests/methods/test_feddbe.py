@@ -13,7 +13,7 @@ from metavd.core.objective import cross_entropy
 from metavd.core.types import Batch, Model, Sampling
 from metavd.engine.kept import held
 from metavd.engine.turn import moment, train_batches
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 PLAIN = {"kappa": 0.0, "bias_rate": 0.0}

@@ -16,7 +16,7 @@ from metavd.core.types import Emit, Update
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
 from metavd.engine.cohorts import simulate
 from metavd.engine.schedule.loop import loop
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 KINDS = ("adam", "yogi", "adagrad")

@@ -12,7 +12,7 @@ from torch.distributions import Normal, kl_divergence
 from metavd.core import rank_one, rng
 from metavd.core.model import from_module
 from metavd.core.types import Batch, Model
-from metavd.runs.run import start
+from metavd.runs.setup import start
 
 STILL = {"spread": 1e-12, "factor_rate": 0.0, "kl": 0.0, "answer_draws": 2}
 """Factors of 1 that stay there."""

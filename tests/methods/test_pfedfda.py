@@ -26,7 +26,7 @@ from metavd.core.types import Batch, Model, Sampling
 from metavd.engine.turn import moment, personal_batches, received_for_test, train_batches
 from metavd.errors import SpecError
 from metavd.methods import Setting, algorithm
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 FIT = lda.Fit(num_classes=3, layer="1", grid=6, ridge=0.0, shrinkage=0.0, least=1, floor=1e-13)

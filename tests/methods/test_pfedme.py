@@ -15,7 +15,7 @@ from metavd.core.types import Batch, Sampling
 from metavd.data.cohort import PERSONAL, batches
 from metavd.engine.turn import moment
 from metavd.errors import SpecError
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 

@@ -16,7 +16,7 @@ from metavd.core.types import Batch, Model
 from metavd.engine.kept import held
 from metavd.errors import SpecError
 from metavd.methods import Setting, algorithm
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 PASSES = {"head_epochs": 2, "local_epochs": 1}

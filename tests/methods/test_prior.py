@@ -24,8 +24,8 @@ from metavd import core, methods
 from metavd.core.types import LABELS
 from metavd.engine.turn import moment, personal_batches
 from metavd.errors import SpecError
-from metavd.runs.run import Setup, start
 from metavd.runs.settings import Experiment, resolve
+from metavd.runs.setup import Setup, start
 
 SKEWED: dict[str, Any] = {"partition": "dirichlet:0.5"}
 BASES = (

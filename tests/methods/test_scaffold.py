@@ -22,7 +22,7 @@ from metavd.core.objective import cross_entropy
 from metavd.core.types import ServerState
 from metavd.engine.turn import train_turn
 from metavd.errors import SpecError
-from metavd.runs.run import start
+from metavd.runs.setup import start
 from metavd.tree import Params
 
 

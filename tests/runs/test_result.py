@@ -19,7 +19,8 @@ from metavd.engine.rounds import Silent
 from metavd.errors import SpecError, UserError
 from metavd.evaluate.diagnose import diverged
 from metavd.models import module_for
-from metavd.runs.run import prepare, run, start
+from metavd.runs.run import run
+from metavd.runs.setup import prepare, start
 from metavd.runs.store import Store, StoreError
 
 SHORT: dict[str, Any] = {

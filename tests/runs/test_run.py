@@ -22,8 +22,10 @@ from metavd.engine.checkpoint import CHECKPOINT, load_checkpoint, state_hash
 from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.errors import SpecError
 from metavd.models import module_for
-from metavd.runs.run import evaluate, prepare, run, start
+from metavd.runs.evaluation import evaluate
+from metavd.runs.run import run
 from metavd.runs.settings import Experiment
+from metavd.runs.setup import prepare, start
 from metavd.runs.store import StoreError
 
 TINY = {"clients": 4, "unseen": 2, "cohort": 2, "rounds": 3, "width": 8, "test_share": 0.9, "method": "fedavg"}

@@ -17,9 +17,11 @@ from metavd.errors import UserError
 from metavd.evaluate.metrics import intervals
 from metavd.flower.config import plan
 from metavd.report.page import write_report
-from metavd.runs import run as module
-from metavd.runs.run import evaluate, prepare, run, start, whom
+from metavd.runs import evaluation as module
+from metavd.runs.evaluation import evaluate, whom
+from metavd.runs.run import run
 from metavd.runs.settings import Experiment, resolve, spec_hash
+from metavd.runs.setup import prepare, start
 
 SMALL: dict[str, Any] = {
     "method": "fedavg", "clients": 8, "unseen": 4, "cohort": 2, "rounds": 3, "width": 4, "eval_every": 1,

@@ -9,7 +9,7 @@ import pytest
 
 from metavd.data import partition
 from metavd.errors import UserError
-from metavd.runs import run as runs
+from metavd.runs import setup as runs
 from metavd.runs.settings import Experiment, with_settings
 from metavd.studies import halving
 from metavd.studies.halving import Halving, points, search

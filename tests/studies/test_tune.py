@@ -23,8 +23,9 @@ from metavd.data.partition import Federation, sealed
 from metavd.data.source import Source, arrays
 from metavd.engine.rounds import InterruptedRun
 from metavd.errors import UserError
-from metavd.runs.run import Setup, data_of, run
+from metavd.runs.run import run
 from metavd.runs.settings import Experiment, from_toml, with_settings
+from metavd.runs.setup import Setup, data_of
 from metavd.studies import tune as module
 from metavd.studies.plan import Dimension, Plan, Watcher, dimension, name_of, plan
 from metavd.studies.tune import tune

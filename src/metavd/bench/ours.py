@@ -10,8 +10,9 @@ from ..core import rng
 from ..data.cohort import choose
 from ..data.source import arrays
 from ..engine.rounds import Record
-from ..runs.run import Setup, prepare, rounds_of, start, using
+from ..runs.run import rounds_of
 from ..runs.settings import Experiment, with_settings
+from ..runs.setup import Setup, prepare, start, using
 from .plain import images, tell
 from .workload import Workload, from_json, timed
 

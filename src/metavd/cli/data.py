@@ -73,8 +73,8 @@ def show_command(
     if names:
         raise click.UsageError(f"data show takes settings such as clients=20, but got {names[0]!r}")
     experiment = experiment_of(settings_of(config, [*pairs, *more], given), None)
-    data = later.runs_run.data_of(experiment, None, Reporter().note)
-    federation = later.runs_run.deal(later.runs_run.complete(experiment, data), data)
+    data = later.runs_setup.data_of(experiment, None, Reporter().note)
+    federation = later.runs_setup.deal(later.runs_setup.complete(experiment, data), data)
     about = later.data_described.describe(federation)
     if out is not None:
         later.report_clients.draw_clients(federation, Path(out))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ..report import paper as report_paper
     from ..report import tuning as report_tuning
     from ..runs import run as runs_run
+    from ..runs import setup as runs_setup
     from ..runs import store as runs_store
     from ..runs import track as runs_track
     from ..serve import export as serve_export

@@ -51,7 +51,7 @@ def run_command(
         baseline = "fedavg"
     wanted = experiment_of(settings, method)
     reporter = Reporter()
-    data = later.runs_run.data_of(wanted, None, reporter.note)
+    data = later.runs_setup.data_of(wanted, None, reporter.note)
     planned = [(wanted, Path(out) if out else default_folder(wanted, data))]
     if resume and not planned[0][1].exists():
         raise SpecError(f"--resume, but there is no run in {planned[0][1]}; leave --resume out to begin it")
@@ -62,7 +62,7 @@ def run_command(
         other = experiment_of(shared, baseline)
         planned.append((other, planned[0][1] / "baseline" if out else default_folder(other, data)))
     for experiment, _ in planned:
-        later.runs_run.complete(experiment, data)
+        later.runs_setup.complete(experiment, data)
     trackers = [later.runs_track.TRACKERS[name] for name in track]
     listeners = [
         later.runs_track.both(reporter, *(tracker(folder, e) for tracker in trackers)) for e, folder in planned
@@ -80,7 +80,7 @@ def run_command(
 
 def default_folder(experiment: Experiment, data: later.data_collection.Collection) -> Path:
     """Return runs/DATA-METHOD-sSEED-HASH: the same run always has the same folder."""
-    e = later.runs_run.complete(experiment, data)
+    e = later.runs_setup.complete(experiment, data)
     name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]  # paths and options of the data in a form that folders can have
     return Path("runs") / f"{name}-{e.method}-s{e.seed}-{spec_hash(e)[:6]}"
 

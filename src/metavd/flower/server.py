@@ -49,8 +49,8 @@ from ..evaluate.diagnose import diagnose
 from ..runs.details import VERSION as DETAILS
 from ..runs.details import drawn_rates
 from ..runs.provenance import provenance
-from ..runs.run import channels_last
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
+from ..runs.setup import channels_last
 from ..runs.store import Store
 from ..serve.samples import described, restored, samples
 from ..version import VERSION

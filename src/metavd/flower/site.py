@@ -33,8 +33,8 @@ from ..data.formats.folder import scan
 from ..data.formats.images import Stack, check_size
 from ..data.partition import Federation, federate
 from ..data.source import Columns, Source, moments
-from ..runs.run import channels_last, deal
 from ..runs.settings import Experiment, content
+from ..runs.setup import channels_last, deal
 from ..serve.samples import blank, class_names, samples
 from .config import FederationError
 from .message import cleaned

@@ -46,8 +46,8 @@ from ..engine.machine import tuned
 from ..engine.task import Task, client_task
 from ..errors import UserError
 from ..evaluate.uncertainty import entropy
-from ..runs.run import Data, Setup, channels_last, data_of, prepare, using
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
+from ..runs.setup import Data, Setup, channels_last, data_of, prepare, using
 from ..runs.store import Store
 from ..tree import Params
 from ..version import VERSION

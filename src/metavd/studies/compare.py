@@ -19,8 +19,9 @@ from ..evaluate.intervals import interval
 from ..methods import options_of
 from ..runs import notebook
 from ..runs.folder import check_folder
-from ..runs.run import Data, data_of, prepare, run
+from ..runs.run import run
 from ..runs.settings import Experiment, with_data, with_settings
+from ..runs.setup import Data, data_of, prepare
 from ..runs.store import Store
 from .many import Share, carry_out, taken
 from .side import jobs_for

@@ -29,9 +29,11 @@ from .. import methods
 from ..core.types import NonFiniteError
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
 from ..engine.rounds import Listener
+from ..runs.evaluation import evaluate_valid, validation_clients
 from ..runs.provenance import provenance
-from ..runs.run import Setup, data_of, evaluate_valid, prepare, rounds_of, start, using, validation_clients
+from ..runs.run import rounds_of
 from ..runs.settings import Experiment, resolve, spec_hash, with_settings
+from ..runs.setup import Setup, data_of, prepare, start, using
 from .lines import append, rows
 from .many import carry_out
 from .plan import Dimension, space

@@ -15,8 +15,8 @@ from ..errors import SpecError
 from ..evaluate.figures import get
 from ..evaluate.intervals import interval
 from ..methods import options_of
-from ..runs.run import data_of
 from ..runs.settings import SETTINGS, Experiment, with_data, with_settings
+from ..runs.setup import data_of
 from .compare import Cell, cell, compare
 
 EACH = "each"

@@ -42,19 +42,10 @@ from ..core.types import NonFiniteError
 from ..data.collection import Collection
 from ..engine.rounds import InterruptedRun
 from ..errors import SpecError, UserError
-from ..runs.run import (
-    Data,
-    Setup,
-    complete,
-    data_of,
-    evaluate_valid,
-    prepare,
-    rounds_of,
-    start,
-    using,
-    validation_clients,
-)
+from ..runs.evaluation import evaluate_valid, validation_clients
+from ..runs.run import rounds_of
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, content, to_toml, with_settings
+from ..runs.setup import Data, Setup, complete, data_of, prepare, start, using
 from ..schema import Value
 from .many import carry_out, hold, release
 from .plan import METRICS, Dimension, Plan, Watcher

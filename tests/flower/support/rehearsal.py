@@ -26,8 +26,8 @@ from metavd.engine.rounds import Transport
 from metavd.engine.rounds import rounds as every
 from metavd.flower import audit, server
 from metavd.flower.config import FederationError, plan
-from metavd.runs.run import prepare, start
 from metavd.runs.settings import Experiment, with_settings
+from metavd.runs.setup import prepare, start
 from metavd.runs.store import Store
 
 from .answers import BIG

@@ -1,0 +1,194 @@
+"""From a description to what runs: the data, who holds which row, the network, the method, the schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import methods
+from ..core import rng
+from ..core.accountant import Mechanism
+from ..core.trace import check_instance
+from ..core.types import Algorithm, Model, ServerState
+from ..data import collection, partition
+from ..data.cohort import Pool, pool
+from ..data.collection import Collection
+from ..data.formats.cache import Note, log
+from ..data.partition import OWN, Federation, some
+from ..data.source import Source
+from ..engine.kept import started
+from ..engine.machine import tuned
+from ..engine.ranks import Ranks, grain_of, ranked
+from ..engine.schedule import Schedule
+from ..engine.schedule.choice import resolved, schedule
+from ..engine.task import Task, network, task
+from ..errors import SpecError
+from ..models import weights
+from . import cost
+from .settings import Experiment, resolve
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An experiment, ready to run."""
+
+    experiment: Experiment
+    defaults: Mapping[str, Any]
+    """Settings that suit the data."""
+    pool: Pool
+    task: Task
+    schedule: Schedule
+    """Who calls the clients' turns."""
+    notes: Sequence[str] = ()
+    """What was chosen for the data, for people."""
+    ranks: Ranks | None = None
+    """The processes that share the work, where torchrun started them."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The method."""
+        return self.task.algorithm
+
+    @property
+    def released(self) -> bool:
+        """Whether figures are taken as the released code takes them."""
+        return bool(self.experiment.options["variant"] == "released")
+
+
+def _content(data: Collection, module: nn.Module | Model | None) -> str:
+    """Return a fingerprint of the data and of a user's own network, so that two are never mixed up in one folder."""
+    if module is None:
+        return data.fingerprint
+    if not isinstance(module, Model):
+        check_instance(module)
+    digest = hashlib.sha256()
+    digest.update(b"" if isinstance(module, Model) else str(module).encode())
+    network = module.init(rng.key(0)) if isinstance(module, Model) else dict(module.named_parameters())
+    for name, value in network.items():
+        digest.update(f"{name}{tuple(value.shape)}".encode() + value.detach().double().cpu().numpy().tobytes())
+    return f"{data.fingerprint}/{digest.hexdigest()[:12]}"
+
+
+def complete(experiment: Experiment, data: Collection, module: nn.Module | Model | None = None) -> Experiment:
+    """Return the experiment with everything filled in that the data and the network decide."""
+    e = replace(experiment, data=data.name, content=_content(data, module))
+    if e.weights:
+        e = replace(e, weights_content=weights.fingerprint(e.weights))
+    return resolve(e, collection.settled(data, clients=e.clients, unseen=e.unseen, partition=e.partition))
+
+
+def deal(e: Experiment, data: Collection) -> Federation:
+    """Return who holds which row in a complete experiment."""
+    return collection.deal(
+        data, kind=e.domains, image_size=e.image_size, channels=e.channels, partition=e.partition,
+        clients=e.clients, unseen=e.unseen, test_rows=e.test_rows, valid=e.valid,
+        valid_rows=e.valid_rows or OWN, valid_clients=e.valid_clients, test_share=e.test_share,
+        server_share=methods.traits(e.method, e.options).server_rows_share or 0.0, seed=e.seed,
+    )  # fmt: skip
+
+
+def channels_last(e: Experiment) -> bool:
+    """Whether images lie in memory with the channels of a pixel side by side: a loop over convolutions is faster so."""
+    return e.device == "cpu" and e.backend != "vmap"
+
+
+Data = Source | Sequence[Source] | Collection
+"""What a user may hand over instead of a dataset's name."""
+
+
+def data_of(experiment: Experiment, source: Data | None = None, note: Note = log) -> Collection:
+    """Return the data that is given, or read what the experiment names."""
+    if source is not None:
+        return collection.collect(source)
+    return collection.load(experiment.data, experiment.root, note, image_size=experiment.image_size)
+
+
+def prepare(
+    experiment: Experiment,
+    source: Data | None = None,
+    module: nn.Module | Model | None = None,
+    *,
+    sealed: bool = False,
+    ranks: Ranks | None = None,
+) -> Setup:
+    """Complete an experiment and build all its parts; wrong input is found here, before anything is written.
+
+    With `sealed` nobody holds the number of a test row, and there is no unseen client: nothing can be chosen by them.
+    `ranks` are the processes that share its work.
+    """
+    data = data_of(experiment, source)
+    e = complete(experiment, data, module)
+    federation = partition.sealed(deal(e, data)) if sealed else deal(e, data)
+    if e.patience and not any(map(len, federation.valid)):
+        raise SpecError(f"valid is {e.valid}, but leaves no client a validation row, which patience needs; raise it")
+    model = network(e, federation.source, module)
+    backend = resolved(
+        e.backend, e.device, model, federation.source.x.shape[1:], batch=int(e.options.get("batch", 0)),
+        cohort=int(e.cohort), one=isinstance(module, Model),
+    )  # fmt: skip
+    e = replace(e, backend=backend)
+    rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
+    server_rows = torch.from_numpy(federation.server).to(e.device)
+    held = (lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None
+    built = task(e, federation.source, model, server_rows=held)
+    _check_privacy(e, built.algorithm.privacy)
+    notes = collection.told(data, federation)
+    if federation.names and e.cohort == e.clients:
+        notes.append(f"all {e.clients} clients take part in every round (cohort={e.cohort})")
+    if e.weights:
+        notes.append(weights.told(built.model, e.weights, e.weights_content))
+    if module is not None:
+        notes.append(_layers_told(built))
+    notes += cost.told(built.model, rows, built.algorithm.train_batches, int(e.cohort))
+    here = schedule(e.backend, e.device, 0 if ranks else e.chunk)
+    if ranks is not None:
+        grain = grain_of(e.backend, e.chunk, int(e.cohort))
+        e, here = replace(e, chunk=grain if e.backend == "vmap" else e.chunk), ranked(here, ranks, grain)
+        how = f"vmap in groups of {grain} (chunk={grain})" if grain else e.backend
+        notes.append(f"{ranks.size} rank{'s share' if ranks.size > 1 else ' has'} every cohort of {e.cohort}, {how}")
+    return Setup(e, data.defaults, rows, built, here, notes, ranks)
+
+
+def _layers_told(built: Task) -> str:
+    """Say which layers of a user's own network were chosen, and how to choose others."""
+    model, noise = built.model, built.algorithm.posterior
+    head = f"your network: its output layer is {', '.join(model.head)}"
+    if noise is None:
+        return head
+    others = [name for name in model.layers if name not in noise.layers]
+    among = f" of {some(others)}" if others else ""
+    return f"{head}; the posterior is on {', '.join(noise.layers)} (choose another{among} with layers=NAME)"
+
+
+def _check_privacy(e: Experiment, privacy: Mechanism | None) -> None:
+    """Refuse what epsilon could not be computed for."""
+    if privacy is None:
+        return
+    privacy.check()
+    if not privacy.poisson and privacy.rate < 1 and e.available != "1":
+        raise SpecError(
+            f"sampling is fixed and available is {e.available}, but of a varying number of clients a fixed one hides "
+            "less than epsilon would say; use sampling=poisson"
+        )
+
+
+def start(setup: Setup) -> ServerState:
+    """Return the state before the first round."""
+    with torch.no_grad():
+        state = setup.algorithm.server.init(rng.key(setup.experiment.seed, setup.experiment.device))
+        return started(setup.algorithm, state, setup.pool.federation.num_clients)
+
+
+def using(setup: Setup) -> AbstractContextManager[None]:
+    """Return the use of the machine that suits a setup, for a `with` around its rounds."""
+    e = setup.experiment
+    clients = e.chunk or int(e.cohort) if e.backend == "vmap" else 1
+    # Of several ranks each has one thread, so that their number does not show in the bits.
+    backend = "threads" if setup.ranks else e.backend
+    return tuned(setup.task.num_weights * clients, e.device, backend, e.precision)
