@@ -78,19 +78,10 @@ class Federation:
 
 
 def federate(
-    source: Source,
-    partition: str = "dirichlet:0.5",
-    *,
-    clients: int,
-    unseen: int | str = 0,
-    test_rows: str = "independent",
-    valid: float = 0.0,
-    valid_rows: str = OWN,
-    valid_clients: int = 0,
-    test_share: float = 0.2,
-    server_share: float = 0.0,
-    seed: int,
-) -> Federation:
+    source: Source, partition: str = "dirichlet:0.5", *, clients: int, unseen: int | str = 0,
+    test_rows: str = "independent", valid: float = 0.0, valid_rows: str = OWN, valid_clients: int = 0,
+    test_share: float = 0.2, server_share: float = 0.0, seed: int,
+) -> Federation:  # fmt: skip
     """Decide who holds which row.
 
     Args:
@@ -109,7 +100,7 @@ def federate(
             that name. A natural partition knows "own" alone.
         valid_clients: how many clients more are never trained with and hold validation rows in place of test rows.
         test_share: share of test rows where the source names none, of every class (of every client if natural).
-        server_share: share of every client's train rows that the server gets without labels, rounded down a client.
+        server_share: share of every client's train rows that the server gets without labels, rounded down for each.
         seed: everything random depends on it; 777 is the paper's.
 
     A test row is no train row of anybody, and no row is held twice. Every client has a train row; its test rows may
@@ -119,60 +110,37 @@ def federate(
     left_out = leaving_out(unseen, source if partition == "natural" else None) if isinstance(unseen, str) else ()
     unseen = len(left_out) if isinstance(unseen, str) else unseen
     _check_count("unseen", unseen, 0)
-    for name, share in (("valid", valid), ("test_share", test_share), ("server_share", server_share)):
-        if not isinstance(share, Real) or not 0 <= share < 1:  # also refuses nan
-            raise PartitionError(f"{name} is {share}, but it must be a share, at least 0 and below 1.")
-    if test_rows not in TEST_ROWS:
-        close = difflib.get_close_matches(str(test_rows), TEST_ROWS, n=1) or TEST_ROWS
-        raise PartitionError(f"test_rows is {test_rows!r}, but it must be {' or '.join(close)}.")
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise PartitionError(f"seed is {seed}, but it must be a whole number from 0 to 2^32 - 1.")
+    _check_shares(valid=valid, test_share=test_share, server_share=server_share)
+    _check_choice("test_rows", test_rows, TEST_ROWS)
+    _check_seed(seed)
     _check_valid(partition, valid, valid_rows, valid_clients)
-    tested = clients + unseen
-    num = tested + valid_clients
+    counts = (clients, unseen, valid_clients)
     rng, stream = np.random.RandomState(seed), _stream(seed, _VALID)
-    none = np.empty(0, np.int64)
-    held = none
+    held = np.empty(0, np.int64)
     names: tuple[str, ...] = ()
     if partition == "natural":
-        rows_of, names = _owners(source, (clients, unseen, valid_clients), left_out, rng)
+        rows_of, names = _owners(source, counts, left_out, rng)
         train, test = _deal_natural(source, rows_of, test_share, rng)
     else:
-        flags = source.test
-        if flags is None:
-            flags = _stratified(source.y, test_share, _stream(seed, _SPLIT))
-        rows = np.flatnonzero(~flags)
+        rows, tested = _split(source, test_share, _stream(seed, _SPLIT))
         if valid and valid_rows != OWN:
             apart = _stratified(source.y[rows], valid, stream)
             rows, held = rows[~apart], rows[apart]
-        train = _deal(parse(partition), source.y, rows, num, rng)
-        test = _deal_test(
-            source.y, np.flatnonzero(flags), train[:tested], rng, partition=partition, test_rows=test_rows
-        )
-    test = [*test[:tested], *[none] * valid_clients]
+        train = _deal(parse(partition), source.y, rows, sum(counts), rng)
+        test = _deal_test(source.y, tested, train[: clients + unseen], rng, partition=partition, test_rows=test_rows)
+    test = [*test[: clients + unseen], *[held[:0]] * valid_clients]
     train, server = _donate(train, server_share, _stream(seed, _SERVER))
-    watched = [*range(clients), *range(tested, num)]
-    valids = [none] * num
+    watched = [*range(clients), *range(clients + unseen, sum(counts))]
+    valids = dict.fromkeys(range(len(train)), held[:0])
     if valid_rows == OWN:
         for client in watched:
             train[client], valids[client] = _hold_out(train[client], valid, stream)
-    elif len(held):
-        parts = _deal_test(
-            source.y, held, [train[client] for client in watched], stream, partition=partition, test_rows=valid_rows
-        )
-        for client, part in zip(watched, parts, strict=True):
-            valids[client] = part
-    return Federation(
-        source=source,
-        train=tuple(train),
-        valid=tuple(valids),
-        test=tuple(test),
-        num_clients=clients,
-        num_unseen=unseen,
-        server=server,
-        num_valid=valid_clients,
-        names=names,
-    )
+    else:
+        trained = [train[client] for client in watched]
+        parts = _deal_test(source.y, held, trained, stream, partition=partition, test_rows=valid_rows)
+        valids |= zip(watched, parts, strict=True)
+    rows_by_split = (tuple(train), tuple(valids.values()), tuple(test))
+    return Federation(source, *rows_by_split, clients, unseen, server, valid_clients, names)
 
 
 NAMED = "client:"
@@ -233,6 +201,12 @@ def _hold_out(rows: np.ndarray, share: float, rng: np.random.RandomState) -> tup
     out = np.zeros(len(rows), bool)
     out[rng.permutation(len(rows))[:count]] = True
     return rows[~out], rows[out]
+
+
+def _split(source: Source, test_share: float, rng: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+    """Return the train and the test rows, which the source names, or which are drawn where it names none."""
+    flags = _stratified(source.y, test_share, rng) if source.test is None else source.test
+    return np.flatnonzero(~flags), np.flatnonzero(flags)
 
 
 def _stratified(y: np.ndarray, share: float, rng: np.random.RandomState) -> np.ndarray:
@@ -354,10 +328,25 @@ def _check_count(name: str, value: int, low: int) -> None:
         raise PartitionError(f"{name} is {value}, but it must be a whole number, at least {low}.")
 
 
+def _check_shares(**shares: float) -> None:
+    for name, share in shares.items():
+        if not isinstance(share, Real) or not 0 <= share < 1:  # also refuses nan
+            raise PartitionError(f"{name} is {share}, but it must be a share, at least 0 and below 1.")
+
+
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        close = difflib.get_close_matches(str(value), known, n=1) or known
+        raise PartitionError(f"{name} is {value!r}, but it must be {' or '.join(close)}.")
+
+
+def _check_seed(seed: int) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise PartitionError(f"seed is {seed}, but it must be a whole number from 0 to 2^32 - 1.")
+
+
 def _check_valid(partition: str, valid: float, valid_rows: str, valid_clients: int) -> None:
-    if valid_rows not in VALID_ROWS:
-        close = difflib.get_close_matches(str(valid_rows), VALID_ROWS, n=1) or VALID_ROWS
-        raise PartitionError(f"valid_rows is {valid_rows!r}, but it must be {' or '.join(close)}.")
+    _check_choice("valid_rows", valid_rows, VALID_ROWS)
     _check_count("valid_clients", valid_clients, 0)
     if valid_clients and not valid:
         raise PartitionError(
