@@ -114,22 +114,11 @@ class Source:
 
 
 def arrays(
-    x: ArrayLike,
-    y: ArrayLike,
-    client: ArrayLike | None = None,
-    test: ArrayLike | None = None,
-    name: str = "arrays",
-    *,
-    num_classes: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    scale: float | None = None,
-    augment: bool = False,
-    classes: Sequence[str] = (),
-    client_names: Sequence[str] = (),
-    kind: str = "auto",
-    tokens: int | None = None,
-) -> Source:
+    x: ArrayLike, y: ArrayLike, client: ArrayLike | None = None, test: ArrayLike | None = None, name: str = "arrays",
+    *, num_classes: int | None = None, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+    scale: float | None = None, augment: bool = False, classes: Sequence[str] = (), client_names: Sequence[str] = (),
+    kind: str = "auto", tokens: int | None = None,
+) -> Source:  # fmt: skip
     """Return a source from arrays in memory, or say in one sentence why they are none.
 
     Args:
@@ -154,15 +143,7 @@ def arrays(
     >>> arrays(np.zeros((3, 8, 8), np.uint8), [0, 1, 1]).x.shape
     (3, 1, 8, 8)
     """
-    x = _array(x, "x", name)
-    if kind not in KINDS:
-        raise SourceError(f"{name}: kind is {kind!r}, but it must be {' or '.join(KINDS)}.")
-    ids = x.ndim == 2 and x.dtype.kind in "iu" and kind != "numbers"
-    if kind == "tokens" and not ids:
-        raise SourceError(f"{name}: x has type {x.dtype} and shape {x.shape}, but tokens are (rows, length) integers.")
-    if x.ndim == 2 and x.dtype.kind in "iu" and kind == "numbers":
-        x = x.astype(np.float32)
-    x = _token_ids(x, tokens, name) if ids else _images_or_features(x, name)
+    x, ids = _rows_of(x, kind, tokens, name)
     y, classes = _by_name(y, classes)
     client, client_names = (None, ()) if client is None else _by_name(client, client_names)
     if len(classes) == 1:
@@ -174,39 +155,46 @@ def arrays(
     _check_names(classes, num_classes or 0, "classes", name)
     _check_names(client_names, 0 if client is None else int(client.max()) + 1, "client_names", name)
     test = None if test is None else _flags(test, len(x), name)
-    if ids:
-        mean, std, scale = [0.0], [1.0], 1.0
+    prepare = Columns() if mean is None and std is None and x.ndim == 2 and not ids else None
+    mean, std, scale = ((0.0,), (1.0,), 1.0) if ids else _look(x, test, (mean, std, scale), name)
+    return Source(
+        name, x, y, int(y.max()) + 1 if num_classes is None else num_classes, test, client, mean, std, scale, augment,
+        classes=classes, client_names=client_names, prepare=prepare, tokens=(tokens or int(x.max()) + 1) if ids else 0,
+    )  # fmt: skip
+
+
+KINDS = ("auto", "tokens", "numbers")
+
+
+def _rows_of(value: ArrayLike, kind: str, tokens: int | None, name: str) -> tuple[np.ndarray, bool]:
+    """Return images, features or token ids, and whether they are ids."""
+    x = _array(value, "x", name)
+    if kind not in KINDS:
+        raise SourceError(f"{name}: kind is {kind!r}, but it must be {' or '.join(KINDS)}.")
+    whole = x.ndim == 2 and x.dtype.kind in "iu"
+    if kind == "tokens" and not whole:
+        raise SourceError(f"{name}: x has type {x.dtype} and shape {x.shape}, but tokens are (rows, length) integers.")
+    if whole and kind != "numbers":
+        return _token_ids(x, tokens, name), True
+    return _images_or_features(x.astype(np.float32) if whole else x, name), False
+
+
+def _look(
+    x: np.ndarray, test: np.ndarray | None, given: tuple[Sequence[float] | None, Sequence[float] | None, float | None],
+    name: str,
+) -> tuple[tuple[float, ...], tuple[float, ...], float]:  # fmt: skip
+    """Return mean, standard deviation and scale; what is not given is measured on the rows that are not test rows."""
+    mean, std, scale = given
     if scale is None:
         scale = 1 / 255 if x.dtype == np.uint8 else 1.0
     if not (np.isfinite(scale) and scale > 0):
         raise SourceError(f"{name}: scale is {scale}, but it must be a positive number.")
-    prepare = None
-    if mean is None and std is None and x.ndim == 2:
-        prepare = Columns()
     if mean is None or std is None:
         measured = moments(x if test is None else x[~test])
         mean = [value * scale for value in measured[0]] if mean is None else mean
         # A constant channel is only centred.
         std = [value * scale or 1.0 for value in measured[1]] if std is None else std
-    return Source(
-        name=name,
-        x=x,
-        y=y,
-        num_classes=int(y.max()) + 1 if num_classes is None else num_classes,
-        test=test,
-        client=client,
-        mean=_per_channel(mean, x.shape[1], "mean", name),
-        std=_per_channel(std, x.shape[1], "std", name),
-        scale=float(scale),
-        augment=augment,
-        classes=tuple(classes),
-        client_names=tuple(client_names),
-        prepare=prepare,
-        tokens=(tokens or int(x.max()) + 1) if ids else 0,
-    )
-
-
-KINDS = ("auto", "tokens", "numbers")
+    return _per_channel(mean, x.shape[1], "mean", name), _per_channel(std, x.shape[1], "std", name), float(scale)
 
 
 def _token_ids(x: np.ndarray, tokens: int | None, name: str) -> np.ndarray:
