@@ -30,6 +30,8 @@ from .trace import Traced, check_instance, check_layers, trace
 from .types import Model
 
 _EXTRAS = ("variance", "alpha", "mask", "key")
+Init = Callable[[Tensor, str, Tensor], Tensor]
+"""A tensor's initial value, from a key, its name and the module's own value."""
 _STD_EPS = 1e-10
 """Added to the variance of a noisy activation; the value of the released code."""
 
@@ -209,7 +211,7 @@ def from_module(
     variational: Sequence[str] | None = None,
     *,
     example: Tensor | None = None,
-    init: Callable[[Tensor, str, Tensor], Tensor] | None = None,
+    init: Init | None = None,
     precision: str = EXACT,
 ) -> Model:
     """Turn a module that maps (B, ...) to logits (B, K) into a `Model`.
@@ -240,16 +242,56 @@ def from_module(
     _check_carriers(chosen, layers, start)
     tied = len(list(module.named_parameters(remove_duplicate=False))) > len(start)
 
+    make, weights = _starter(start, init), _chosen(start, layers)
+    run = _runner(module, weights, tied)
+
+    def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:  # noqa: ARG001
+        return run(params, x, {}, 1)
+
+    def at(found: Traced) -> Model:
+        """The model with its output layer there."""
+        body = _without_output(module, found.head)
+
+        def features(params: Params, x: Tensor) -> Tensor:
+            dtype = x.dtype if x.is_floating_point() else next(iter(params.values())).dtype
+            return _call(body, weights(params, found.head + "."), x, tied).to(dtype)
+
+        before = chosen if variational is not None else (found.before,)
+        return Model(make, apply, features, run, layers, before, init is not None, (found.head,), found.num_classes)
+
+    def settle(rows: Tensor) -> Model:
+        like = next(module.parameters())
+        return at(trace(module, noisy, rows.to(like.device, like.dtype if rows.is_floating_point() else rows.dtype)))
+
+    return at(found) if example is not None else at(found)._replace(settle=settle)
+
+
+def _starter(start: Params, init: Init | None) -> Callable[[Tensor], Params]:
+    """Return `Model.init`: the module's own values, or those that `init` makes of a key for each."""
+
     def make(key: Tensor) -> Params:
         if init is None:
             return {name: value.clone() for name, value in start.items()}
         return {name: init(rng.fold(key, i), name, value) for i, (name, value) in enumerate(start.items())}
 
+    return make
+
+
+def _chosen(start: Params, layers: Mapping[str, object]) -> Callable[..., Params]:
+    """Return what takes from a client's parameters those of the network: its weights, and masks where there are any."""
+
     def weights(params: Params, without: str | None = None) -> Params:
-        """What of a client's parameters is the network's: all its weights, and masks where there are any."""
         names = (name for name in start if without is None or not name.startswith(without))
         masks = (f"{name}.mask" for name in layers if f"{name}.mask" in params)
         return {name: params[name] for name in (*names, *masks)}
+
+    return weights
+
+
+def _runner(
+    module: nn.Module, weights: Callable[..., Params], tied: bool
+) -> Callable[[Params, Tensor, Params, int], Tensor]:
+    """Return a module's `Model.run`."""
 
     @cache
     def parts(first: int) -> tuple[nn.Module, nn.Module]:
@@ -274,26 +316,7 @@ def from_module(
             x = x.expand(draws, *x.shape).reshape(draws * rows, *x.shape[1:])
         return _call(after, given, x, tied).reshape(draws, rows, -1)
 
-    def apply(params: Params, x: Tensor, keys: Tensor | None) -> Tensor:  # noqa: ARG001
-        return run(params, x, {}, 1)
-
-    def at(found: Traced) -> Model:
-        """The model with its output layer there."""
-        body = _without_output(module, found.head)
-
-        def features(params: Params, x: Tensor) -> Tensor:
-            return _call(body, weights(params, found.head + "."), x, tied).to(
-                x.dtype if x.is_floating_point() else next(iter(params.values())).dtype
-            )
-
-        before = chosen if variational is not None else (found.before,)
-        return Model(make, apply, features, run, layers, before, init is not None, (found.head,), found.num_classes)
-
-    def settle(rows: Tensor) -> Model:
-        like = next(module.parameters())
-        return at(trace(module, noisy, rows.to(like.device, like.dtype if rows.is_floating_point() else rows.dtype)))
-
-    return at(found) if example is not None else at(found)._replace(settle=settle)
+    return run
 
 
 def _registered(layers: Mapping[str, nn.Module]) -> Traced:

@@ -100,7 +100,7 @@ def federate(
             that name. A natural partition knows "own" alone.
         valid_clients: how many clients more are never trained with and hold validation rows in place of test rows.
         test_share: share of test rows where the source names none, of every class (of every client if natural).
-        server_share: share of every client's train rows that the server gets without labels, rounded down for each.
+        server_share: share of each client's train rows, rounded down, that the server gets without labels.
         seed: everything random depends on it; 777 is the paper's.
 
     A test row is no train row of anybody, and no row is held twice. Every client has a train row; its test rows may
@@ -110,27 +110,23 @@ def federate(
     left_out = leaving_out(unseen, source if partition == "natural" else None) if isinstance(unseen, str) else ()
     unseen = len(left_out) if isinstance(unseen, str) else unseen
     _check_count("unseen", unseen, 0)
-    _check_shares(valid=valid, test_share=test_share, server_share=server_share)
-    _check_choice("test_rows", test_rows, TEST_ROWS)
-    _check_seed(seed)
+    _check_given(seed, test_rows, valid=valid, test_share=test_share, server_share=server_share)
     _check_valid(partition, valid, valid_rows, valid_clients)
-    counts = (clients, unseen, valid_clients)
+    counts, tests = (clients, unseen, valid_clients), clients + unseen
     rng, stream = np.random.RandomState(seed), _stream(seed, _VALID)
     held = np.empty(0, np.int64)
     names: tuple[str, ...] = ()
     if partition == "natural":
-        rows_of, names = _owners(source, counts, left_out, rng)
-        train, test = _deal_natural(source, rows_of, test_share, rng)
+        train, test, names = _deal_natural(source, counts, left_out, test_share, rng)
     else:
         rows, tested = _split(source, test_share, _stream(seed, _SPLIT))
         if valid and valid_rows != OWN:
-            apart = _stratified(source.y[rows], valid, stream)
-            rows, held = rows[~apart], rows[apart]
+            rows, held = _set_apart(source.y, rows, valid, stream)
         train = _deal(parse(partition), source.y, rows, sum(counts), rng)
-        test = _deal_test(source.y, tested, train[: clients + unseen], rng, partition=partition, test_rows=test_rows)
-    test = [*test[: clients + unseen], *[held[:0]] * valid_clients]
+        test = _deal_test(source.y, tested, train[:tests], rng, partition=partition, test_rows=test_rows)
+    test = [*test[:tests], *[held[:0]] * valid_clients]
     train, server = _donate(train, server_share, _stream(seed, _SERVER))
-    watched = [*range(clients), *range(clients + unseen, sum(counts))]
+    watched = [*range(clients), *range(tests, sum(counts))]
     valids = dict.fromkeys(range(len(train)), held[:0])
     if valid_rows == OWN:
         for client in watched:
@@ -139,8 +135,8 @@ def federate(
         trained = [train[client] for client in watched]
         parts = _deal_test(source.y, held, trained, stream, partition=partition, test_rows=valid_rows)
         valids |= zip(watched, parts, strict=True)
-    rows_by_split = (tuple(train), tuple(valids.values()), tuple(test))
-    return Federation(source, *rows_by_split, clients, unseen, server, valid_clients, names)
+    rows_of = (tuple(train), tuple(valids.values()), tuple(test))
+    return Federation(source, *rows_of, clients, unseen, server, valid_clients, names)
 
 
 NAMED = "client:"
@@ -205,16 +201,19 @@ def _hold_out(rows: np.ndarray, share: float, rng: np.random.RandomState) -> tup
 
 def _split(source: Source, test_share: float, rng: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
     """Return the train and the test rows, which the source names, or which are drawn where it names none."""
-    flags = _stratified(source.y, test_share, rng) if source.test is None else source.test
-    return np.flatnonzero(~flags), np.flatnonzero(flags)
+    if source.test is None:
+        return _set_apart(source.y, np.arange(len(source.y)), test_share, rng)
+    return np.flatnonzero(~source.test), np.flatnonzero(source.test)
 
 
-def _stratified(y: np.ndarray, share: float, rng: np.random.RandomState) -> np.ndarray:
-    """Flag `share` of every class as test rows; a class never loses its last train row."""
-    flags = np.zeros(len(y), bool)
-    for rows in by_class(y):
-        flags[_hold_out(rows, share, rng)[1]] = True
-    return flags
+def _set_apart(
+    y: np.ndarray, rows: np.ndarray, share: float, rng: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Split off `share` of the rows of every class; a class never loses its last row."""
+    flags = np.zeros(len(rows), bool)
+    for group in by_class(y[rows]):
+        flags[_hold_out(group, share, rng)[1]] = True
+    return rows[~flags], rows[flags]
 
 
 def _deal(
@@ -285,8 +284,10 @@ def _owners(
 
 
 def _deal_natural(
-    source: Source, rows_of: Sequence[np.ndarray], test_share: float, rng: np.random.RandomState
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    source: Source, counts: tuple[int, int, int], left_out: Sequence[int], test_share: float, rng: np.random.RandomState
+) -> tuple[list[np.ndarray], list[np.ndarray], tuple[str, ...]]:
+    """Return train and test rows of natural owners, and their names."""
+    rows_of, names = _owners(source, counts, left_out, rng)
     train, test = [], []
     for rows in rows_of:
         flags = np.zeros(len(rows), bool) if source.test is None else source.test[rows]
@@ -295,7 +296,7 @@ def _deal_natural(
         own, held = (rows[~flags], rows[flags]) if official else _hold_out(rows, test_share, rng)
         train.append(own)
         test.append(held)
-    return train, test
+    return train, test, names
 
 
 def _donate(train: list[np.ndarray], share: float, rng: np.random.RandomState) -> tuple[list[np.ndarray], np.ndarray]:
@@ -328,19 +329,17 @@ def _check_count(name: str, value: int, low: int) -> None:
         raise PartitionError(f"{name} is {value}, but it must be a whole number, at least {low}.")
 
 
-def _check_shares(**shares: float) -> None:
-    for name, share in shares.items():
-        if not isinstance(share, Real) or not 0 <= share < 1:  # also refuses nan
-            raise PartitionError(f"{name} is {share}, but it must be a share, at least 0 and below 1.")
-
-
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         close = difflib.get_close_matches(str(value), known, n=1) or known
         raise PartitionError(f"{name} is {value!r}, but it must be {' or '.join(close)}.")
 
 
-def _check_seed(seed: int) -> None:
+def _check_given(seed: int, test_rows: str, **shares: float) -> None:
+    for name, share in shares.items():
+        if not isinstance(share, Real) or not 0 <= share < 1:  # also refuses nan
+            raise PartitionError(f"{name} is {share}, but it must be a share, at least 0 and below 1.")
+    _check_choice("test_rows", test_rows, TEST_ROWS)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise PartitionError(f"seed is {seed}, but it must be a whole number from 0 to 2^32 - 1.")
 
