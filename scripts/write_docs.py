@@ -54,7 +54,9 @@ def allowed(option: Option) -> str:
 
 
 def searched(option: Option) -> str:
-    """Return the values that the paper searched; many even steps as a range."""
+    """Return the values that are searched, by default or where asked for; many even steps as a range."""
+    if option.offered:
+        return f"if asked: {', '.join(f'{value:g}' for value in option.offered)}"
     values = option.search or ()
     steps = {round(b - a, 9) for a, b in pairwise(values)}
     if len(values) > 6 and len(steps) == 1:

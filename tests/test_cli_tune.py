@@ -71,7 +71,11 @@ def test_the_same_command_finds_its_study_again(metavd, tmp_path):
         (["fedavgg"], "unknown method 'fedavgg'"),
         (["fedavg", "--trials", "0"], "0"),
         (["fedavg", "--metric", "loss"], "loss"),
-        (["fedavg", "--search", "lr"], "--search got 'lr', but needs key=space"),
+        (["fedavg", "--search", "lr="], "--search got 'lr=', but needs key=space"),
+        (
+            ["fedavg", "--search", "batch"],
+            "batch offers no values of its own to search; write --search batch=LOW..HIGH",
+        ),
         (["fedavg", "--search", "lr=0.2..0.1"], "LOW < HIGH"),
         (["fedavg", "--search", "lr=1,2", "--search", "lr=3,4"], "names lr twice"),
         (["fedavg", "--search", "lr=1,2", "--set", "lr=0.1"], "both fixed with --set and searched"),

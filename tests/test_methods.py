@@ -43,6 +43,7 @@ BACKENDS = {"loop": loop, "vmap": vmap(3), "chunks of 2": vmap(2)}
 
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fedavg+metavd", {"newcomer": "fit", "fit_steps": 2, "predict": "draws", "samples": 2}),
+    ("maml+metavd", {"newcomer": "outputs", "clamp": "project", "spread_step": "lr", "draws_average": "loss"}),
     ("reptile+metavd", {"variant": "released"}),
     ("reptile+metavd", {"per": "input"}),
     ("maml+metavd", {"spread": "logalpha", "rate": 0.3, "kl": "elbo", "layers": "fc0,fc1"}),

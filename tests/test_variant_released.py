@@ -934,9 +934,9 @@ def test_fedbe_options(net, setting):
     rows = torch.randn(9, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     federation = replace(setting, server_rows=lambda key: rows)  # noqa: ARG005
     given = {"teachers": 3, "teacher_law": "dirichlet", "concentration": 2.0, "average": "logits", "temperature": 0.7,
-             "distill_lr": 0.3, "distill_steps": 6, "distill_batch": 4}  # fmt: skip
+             "distill_lr": 0.3, "distill_last_lr": 0.2, "distill_steps": 6, "distill_batch": 4}  # fmt: skip
     config = server.Distillation(samples=3, sampling="dirichlet", concentration=2.0, average="logits", temperature=0.7,
-                                 lr=0.3, steps=6, batch=4)  # fmt: skip
+                                 lr=0.3, min_lr=0.2, steps=6, batch=4)  # fmt: skip
     gaussian = given | {"teacher_law": "gaussian", "teacher_scale": 0.4}
     pull = server.pull(emit.shared(net), aggregate.mean, Groups({"": Sgd(1.0)}))
     for options, wanted in ((given, config), (gaussian, replace(config, sampling="gaussian", scale=0.4))):

@@ -38,7 +38,9 @@ class Option:
     choices: Sequence[str] | Callable[[], Sequence[str]] | None = None
     """The words that it may be. A field's `Literal` type gives them; a function, where other packages have a say."""
     search: tuple[float, ...] | None = None
-    """What the paper searched."""
+    """What is searched by default: what the paper did, or what makes methods comparable."""
+    offered: tuple[float, ...] | None = None
+    """What is searched where it is only asked for by name, as in --search NAME; by default it is not."""
     presets: Mapping[str, Value] = field(default_factory=dict)
     """Its value under a preset, such as "released", where that is not the default."""
     share: bool = False
@@ -125,6 +127,7 @@ def option(
     high: float | None = None,
     choices: Sequence[str] | Callable[[], Sequence[str]] | None = None,
     search: Sequence[float] | None = None,
+    offered: Sequence[float] | None = None,
     share: bool = False,
     names: bool = False,
     runtime: bool = False,
@@ -138,6 +141,7 @@ def option(
     described: dict[str, Any] = {
         "help": help, "low": low, "high": high, "share": share, "names": names, "runtime": runtime,
         "search": None if search is None else tuple(search), "canonical": canonical, "foreign": foreign,
+        "offered": None if offered is None else tuple(offered),
         "from_data": from_data, "later": later, "presets": presets,
     }  # fmt: skip
     if choices is not None:

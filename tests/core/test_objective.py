@@ -46,6 +46,18 @@ def test_draws_average_logits_not_losses(net, params, make_batch):
     assert_close(padded, found, rtol=0, atol=1e-13)
 
 
+def test_draws_may_average_losses(net, params, make_batch):
+    """The mean of S cross-entropies, of the same draws; padded rows do not count; without draws there is one."""
+    noisy, batch = attach(net, NOISE), make_batch(5)
+    draws = noisy.apply(params, batch.x, rng.split(batch.key, 3))
+    wanted = torch.stack([functional.cross_entropy(draw, batch.y) for draw in draws]).mean()
+    loss = objective.cross_entropy(noisy, 3, "loss")
+    assert_close(loss(params, batch, params), wanted, rtol=0, atol=1e-14)
+    assert_close(loss(params, make_batch(5, pad=4), params), wanted, rtol=0, atol=1e-13)
+    without = objective.cross_entropy(net, 0, "loss")(params, batch, params)
+    assert torch.equal(without, objective.cross_entropy(net)(params, batch, params))
+
+
 def test_soft_cross_entropy(make_batch):
     """- sum_k t_k log softmax(z)_k, mean over rows; equal to torch's with probabilities as targets."""
     logits, target = make_batch(6, shape=(3,)).x, make_batch(6, seed=1, shape=(3,)).x.softmax(-1)

@@ -41,6 +41,15 @@ def test_clamp_lets_gradients_through():
     assert slope(lambda x: clamp(x, LOW, HIGH, "through"), POINTS).tolist() == [1.0] * 9
 
 
+def test_a_projecting_clamp_lets_gradients_through_and_ends_on_the_boundary():
+    """Project: slope 1 everywhere, curvature 0, and outside the boundary itself, to the bit, in float32 too."""
+    assert slope(lambda x: clamp(x, LOW, HIGH, "project"), POINTS).tolist() == [1.0] * 9
+    assert not slope(lambda x: slope(lambda x: clamp(x, LOW, HIGH, "project"), x), POINTS).any()
+    for low, high in ((LOW, HIGH), (-17.0 + 1.1, 0.1), (-0.3, 1e-7)):
+        for points in (POINTS, POINTS.float()):
+            assert torch.equal(clamp(points, low, high, "project"), points.clamp(low, high))
+
+
 def test_released_clamp_stops_gradients_outside():
     """Released: slope 1 inside and on both boundaries, 0 outside, on every version of torch."""
     assert slope(lambda x: clamp(x, LOW, HIGH, "released"), POINTS).tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 0]

@@ -20,7 +20,7 @@ from .terminal import console
 @click.option("--json", "as_json", is_flag=True, help="Everything, for programs.")
 @click.argument("name", required=False)
 def methods_command(name: str | None, as_json: bool) -> None:
-    """List every method, or everything about NAME: options, defaults, the paper's search space."""
+    """List every method, or everything about NAME: options, defaults, what tune searches."""
     chosen = [catalogue.check(name)] if name else list(catalogue.NAMES)
     for sentence in catalogue.REGISTRY.broken:
         click.echo(f"metavd: {sentence}", err=True)
@@ -33,10 +33,10 @@ def methods_command(name: str | None, as_json: bool) -> None:
         about = described[0]
         out.print(f"[bold]{about['name']}[/bold]: {about['text']}\n{about['paper']}")
         out.print(f"A client that never took part {about['newcomer']}.\n")
-        table = Table("option", "default", "meaning", "may be", "paper searched")
+        table = Table("option", "default", "meaning", "may be", "searched by tune")
         for option in about["options"]:
             table.add_row(option["name"], _text(option["default"]), option["help"], _allowed(option),
-                          ", ".join(f"{value:g}" for value in option.get("search", ())))  # fmt: skip
+                          _searched(option))  # fmt: skip
         out.print(table)
         table = Table("setting", "default", "of every run, for --set as well")
         for each in SETTINGS.values():
@@ -58,6 +58,11 @@ def methods_command(name: str | None, as_json: bool) -> None:
 def _brief(option: Option) -> str:
     searched = option.search and f" {{{option.search[0]:g}..{option.search[-1]:g}}}"
     return f"{option.name}={_text(option.default)}{searched or ''}"
+
+
+def _searched(option: Mapping[str, Any]) -> str:
+    values = ", ".join(f"{value:g}" for value in option.get("search") or option.get("offered") or ())
+    return f"if asked: {values}" if "offered" in option else values
 
 
 def _text(value: object) -> str:

@@ -38,8 +38,8 @@ def _searching(counts: click.IntRange, *, default: int, trials: str, space: str)
     """Return the options of both commands: how many trials, over what."""
     return adding(
         click.option("--trials", type=counts, default=default, show_default=True, metavar="N", help=trials),
-        click.option("--search", "searched", multiple=True, metavar="KEY=SPACE",
-                     help=f"LOW..HIGH, LOW..HIGH:log or A,B,C{space}; repeatable."),
+        click.option("--search", "searched", multiple=True, metavar="KEY[=SPACE]",
+                     help=f"LOW..HIGH, LOW..HIGH:log or A,B,C{space}; KEY alone: what it offers; repeatable."),
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]
     for text in searched:
         key, equals, space = text.partition("=")
         name = key.strip().replace("-", "_")
-        if not (name and equals and space.strip()):
+        if not name or (equals and not space.strip()):
             raise SpecError(f"--search got {text!r}, but needs key=space, for example --search lr=0.001..0.1:log")
         if name in result:
             raise SpecError(f"--search names {name} twice; once is enough")

@@ -25,6 +25,9 @@ from .types import Admit, Batch, Emit, Model, Objective
 SERVER = "server."
 OWNED = "server.client."
 EMBEDDING = "server.client.embedding"
+HYPER = "server.hyper."
+_AVERAGED = 1024
+"""Most known clients over which a newcomer's prediction is averaged."""
 
 
 def shared(model: Model) -> Emit:
@@ -128,12 +131,24 @@ def embedding_size(num_clients: int) -> int:
 
 def hypernetwork(params: Params, embedding: Tensor) -> Tensor:
     """Embedding (d,) -> one number per spread: linear layers with LeakyReLU(0.1) between them."""
-    depth = sum(name.startswith("server.hyper.") and name.endswith(".weight") for name in params)
+    return _layer(params, _depth(params), hidden_units(params, embedding))
+
+
+def hidden_units(params: Params, embedding: Tensor) -> Tensor:
+    """Embeddings (..., d) -> what the hypernetwork's last layer is given."""
     value = embedding
-    for i in range(depth):
-        value = functional.linear(value, params[f"server.hyper.{i}.weight"], params[f"server.hyper.{i}.bias"])
-        value = value if i == depth - 1 else functional.leaky_relu(value, 0.1)
+    for i in range(_depth(params)):
+        value = functional.leaky_relu(_layer(params, i, value), 0.1)
     return value
+
+
+def _depth(params: Params) -> int:
+    """Return the number of the hypernetwork's last layer."""
+    return sum(name.startswith(HYPER) and name.endswith(".weight") for name in params) - 1
+
+
+def _layer(params: Params, i: int, value: Tensor) -> Tensor:
+    return functional.linear(value, params[f"{HYPER}{i}.weight"], params[f"{HYPER}{i}.bias"])
 
 
 def meta(
@@ -165,7 +180,7 @@ def meta(
         for i, (inputs, units) in enumerate(pairwise(widths)):
             for j, (part, shape) in enumerate((("weight", [units, inputs]), ("bias", [units]))):
                 empty = torch.empty(shape, dtype=like.dtype, device=like.device)
-                params[f"server.hyper.{i}.{part}"] = xavier(rng.fold(key, 20_001 + i, j), part, empty)
+                params[f"{HYPER}{i}.{part}"] = xavier(rng.fold(key, 20_001 + i, j), part, empty)
         return params
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
@@ -254,6 +269,35 @@ def zeroed(base: Emit, layers: Sequence[str]) -> Emit:
         return received
 
     return Emit(base.init, apply)
+
+
+def averaged(emit: Emit) -> Admit:
+    """Admit an unseen client with the mean of what the hypernetwork predicts for the known ones.
+
+        h = mean_i h(e_i) = W mean_i a(e_i) + b        a: the hidden units before the last layer
+
+    The mean embedding is shorter than any client's, so h(mean_i e_i) asks the network far from where it learned. The
+    last layer is linear, so hidden units are averaged in place of outputs, and the cost is that of small layers. Of
+    more than 1,024 clients the mean is over 1,024 draws of them, always the same.
+    """
+
+    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
+        only = torch.zeros((), dtype=torch.int64, device=round.device)
+        last = _depth(params)
+        units = hidden_units(params, some_rows(params[EMBEDDING])).mean(0, keepdim=True)
+        others = {name: value for name, value in params.items() if not name.startswith(HYPER)}
+        layer = {f"{HYPER}0.{part}": params[f"{HYPER}{last}.{part}"] for part in ("weight", "bias")}
+        return emit.apply({**others, **layer, EMBEDDING: units}, only, round)
+
+    return admit
+
+
+def some_rows(table: Tensor) -> Tensor:
+    """Return the rows of a table, or of a long one 1,024 that are drawn, the same ones at every call."""
+    if len(table) <= _AVERAGED:
+        return table
+    drawn = rng.bits(rng.key(20_100, table.device), [_AVERAGED]) & (1 << 62) - 1
+    return table[drawn % len(table)]
 
 
 def fitted(emit: Emit, objective: Objective, *, steps: int, lr: float) -> Admit:

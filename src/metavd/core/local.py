@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from ..ops.step import descend
 from ..tree import Params
 from . import rng
 from .diff import grad, grad_and_value, hessian_product
+from .posterior import Posterior
 from .types import Batch, Local, Move, Objective, Sampling
 
 FIXED = ("mask", "keep")
@@ -94,7 +96,11 @@ def _landed(params: Params, gradient: Params, lr: float, clip: float | None) -> 
 
 
 def _rated(gradient: Params, rate: Callable[[str], float] | None) -> Params:
-    return gradient if rate is None else {name: rate(name) * value for name, value in gradient.items()}
+    """Give each entry's gradient its factor; a factor of 1 costs nothing."""
+    if rate is None:
+        return gradient
+    factors = {name: rate(name) for name in gradient}
+    return {name: value if factors[name] == 1.0 else factors[name] * value for name, value in gradient.items()}
 
 
 def sgd(
@@ -116,6 +122,20 @@ def sgd(
         return _down(params, _rated(gradient, rate), lr, clip), loss
 
     return Local(step, lr, clip)
+
+
+def projected(stage: Local, posterior: Posterior, names: Sequence[str]) -> Local:
+    """Put spreads back into their range after every step of a stage, instead of gating its slopes one by one.
+
+        lambda <- min(max(lambda - lr slope, low), high)
+
+    The slope is that of the whole loss: what a cross-entropy and a KL ask for is added up before anything is cut.
+    """
+
+    def settle(params: Params) -> Params:
+        return {name: posterior.bounded(name, params[name]) for name in names if name in params}
+
+    return replace(stage, settle=settle)
 
 
 def in_turns(
@@ -348,13 +368,14 @@ def maml(
     clip: float | None = 5.0,
     inner_clip: float | None = 5.0,
     frozen: Sequence[str] = (),
+    rate: Callable[[str], float] | None = None,
 ) -> Local:
     """True second-order MAML; three batches per step: one of support, two of query.
 
         w' = w - lr clip(grad inner(w; support)),    w <- w - outer_lr clip(d outer(w'; query) / d w)
 
-    The inner step leaves entries with a frozen ending alone; the outer step moves all. The clip's scale is part of
-    the graph, as in the released code.
+    The inner step leaves entries with a frozen ending alone; the outer step moves all, an entry's gradient times its
+    `rate`. The clip's scale is part of the graph, as in the released code.
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
@@ -366,7 +387,7 @@ def maml(
             return query(_move(whole, grad(function)(trained), lr, inner_clip), received)
 
         gradient, loss = grad_and_value(adapted)(_trained(params, ()))
-        return _down(params, gradient, outer_lr, clip), loss
+        return _down(params, _rated(gradient, rate), outer_lr, clip), loss
 
     return Local(step, outer_lr, clip, group=3)
 
@@ -382,6 +403,7 @@ def hf_maml(
     frozen: Sequence[str] = (),
     product: Literal["exact", "difference", "released"] = "exact",
     trust: float = math.inf,
+    rate: Callable[[str], float] | None = None,
 ) -> Local:
     """PerFedAvg's Hessian-free MAML; three batches per step.
 
@@ -394,7 +416,7 @@ def hf_maml(
 
     product="exact" differentiates the gradient; "difference" takes (grad(w + delta g) - grad(w - delta g)) / 2 delta
     with common noise. "released" repeats the released code: its minus point is w itself, so it returns half of H g,
-    its two gradients draw different noise, and g and H g are clipped apart.
+    its two gradients draw different noise, and g and H g are clipped apart. `rate` is that of `maml`.
     """
     last_clip = None if product == "released" else clip
 
@@ -420,6 +442,6 @@ def hf_maml(
             size = lr * tree.squared_norm(curved).sqrt()
             scale = torch.where(size > limit, limit / size.clamp(min=1e-30), torch.ones_like(size))
             curved = tree.map(lambda value: value * scale, curved)
-        return _down(params, tree.axpy(-lr, curved, gradient), outer_lr, last_clip), loss
+        return _down(params, _rated(tree.axpy(-lr, curved, gradient), rate), outer_lr, last_clip), loss
 
     return Local(step, outer_lr, last_clip, group=3)

@@ -23,15 +23,20 @@ Schedule = Callable[[Tensor], Tensor]
 """Round (a scalar tensor, the first is 0) -> weight."""
 
 
-def cross_entropy(model: Model, draws: int = 0) -> Objective:
+def cross_entropy(model: Model, draws: int = 0, average: Literal["logits", "loss"] = "logits") -> Objective:
     """Cross-entropy of the logits, averaged over `draws` noise draws; 0 draws answer at the posterior mean.
 
-    The released code averages logits, not losses, over its three draws; so does this.
+    logits    CE(mean_s z_s, y)      what the released code does
+    loss      mean_s CE(z_s, y)      what an ELBO asks for; by convexity it is never less
     """
 
     def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
         keys = rng.split(batch.key, draws) if draws else None
-        return loss.cross_entropy(model.apply(params, batch.x, keys), batch.y, batch.mask)
+        logits, y, mask = model.apply(params, batch.x, keys), batch.y, batch.mask
+        if average == "loss" and draws > 1:
+            # Every draw of a row is a row of its own: their mean is that of the losses.
+            logits, y, mask = logits.flatten(0, 1)[None], y.repeat(draws), None if mask is None else mask.repeat(draws)
+        return loss.cross_entropy(logits, y, mask)
 
     return objective
 

@@ -213,12 +213,12 @@ class Spread:
 
     def bounded(self, entry: str, stored: Tensor) -> Tensor:  # noqa: ARG002
         """Clamp; gradients of the server pass it at both ends, or, as released, not."""
-        return ops.clamp(stored, *self.bounds.ends, "released" if self.clamp == "released" else "through")
+        return ops.clamp(stored, *self.bounds.ends, "through" if self.clamp == "inward" else self.clamp)
 
     def stuck(self, entry: str, stored: Tensor) -> Tensor:  # noqa: ARG002
         """Return which values the clamp cuts off."""
         low, high = self.bounds.ends
-        if self.clamp == "inward":
+        if self.clamp in {"inward", "project"}:
             return stored >= high
         return ((stored < low) | (stored > high)) & (self.clamp == "released")
 

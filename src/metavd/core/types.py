@@ -208,15 +208,18 @@ class Local:
     """Batches of one step."""
     init: Callable[[Params], Params] | None = None
     """What was received -> where the steps start; None: there."""
+    settle: Callable[[Params], Params] | None = None
+    """Where a step landed -> the entries that are then changed, such as those put back into a range; None: none are."""
     final: Callable[[Params], Params] | None = None
     """Where the steps ended -> what the client ends with, also one without any batch; None: that."""
 
     def land(self, params: Params, move: Move) -> Params:
         """End a step: return the changed parameters."""
-        if not move.slope:
-            return params | move.put if move.put else params
-        start = {name: params[name] for name in move.slope}
-        return params | descend(start, move.slope, self.lr, self.clip) | move.put
+        landed = params | move.put if move.put else params
+        if move.slope:
+            start = {name: params[name] for name in move.slope}
+            landed = params | descend(start, move.slope, self.lr, self.clip) | move.put
+        return landed if self.settle is None else landed | self.settle(landed)
 
     def take(self, params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Params, Tensor]:
         """Take a whole step; return the new parameters and the loss."""

@@ -313,6 +313,7 @@ def describe(name: str) -> dict[str, Any]:
 def _described(option: Option) -> dict[str, Any]:
     about = {
         "name": option.name, "default": option.default, "help": option.help, "low": option.low, "high": option.high,
-        "choices": option.allowed, "search": option.search, "presets": dict(option.presets) or None,
+        "choices": option.allowed, "search": option.search, "offered": option.offered,
+        "presets": dict(option.presets) or None,
     }  # fmt: skip
     return {key: value for key, value in about.items() if value is not None}

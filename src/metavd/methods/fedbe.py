@@ -28,8 +28,13 @@ class FedBEOptions(Training):
     average: Literal["probs", "logits"] = option(
         "probs", "average the teachers' probabilities or logits", released="logits"
     )
-    temperature: float = option(0.5, "sharpening of their average; 1: none", low=1e-3, released=1.0)
-    distill_lr: float = option(0.01, "rate of distillation", low=0, released=0.9)
+    temperature: float = option(
+        0.5, "sharpening of their average; 1: none", low=1e-3, search=[0.5, 1.0, 2.0], released=1.0
+    )
+    distill_lr: float = option(0.01, "rate of distillation", low=0, search=[0.001, 0.003, 0.01, 0.03], released=0.9)
+    distill_last_lr: float = option(
+        9e-5, "rate of its last quarter, whose iterates are averaged", low=0, search=[9e-5, 4e-4, 1e-3], later=True
+    )
     distill_steps: int = option(72, "steps of distillation", low=4)
     distill_batch: int = option(64, "rows in a step", low=1)
 
@@ -55,7 +60,8 @@ def fedbe(parts: Parts, o: FedBEOptions) -> Algorithm:
     """FedAvg whose mean is taught by an ensemble of models on the server's unlabelled rows."""
     config = core.server.Distillation(
         samples=o.teachers, sampling=o.teacher_law, scale=o.teacher_scale, concentration=o.concentration,
-        average=o.average, temperature=o.temperature, lr=o.distill_lr, steps=o.distill_steps, batch=o.distill_batch,
+        average=o.average, temperature=o.temperature, lr=o.distill_lr, min_lr=o.distill_last_lr,
+        steps=o.distill_steps, batch=o.distill_batch,
     )  # fmt: skip
     rows, model = parts.setting.server_rows, parts.model
     if rows is None:

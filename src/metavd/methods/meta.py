@@ -5,10 +5,12 @@ w' = w - lr grad L(w; support),   w <- w - outer_lr d L(w'; query) / d w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from .. import core
+from ..errors import SpecError
 from ..schema import option
 from .catalogue import base
 from .parts import REGULARISABLE, SOFTMAX, SUMMED, Adapting, Momentum, Parts, assemble
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
 def _frozen(parts: Parts) -> list[str]:
     """Return the last words of entries that the inner step leaves alone: those of the posterior."""
     return [name.rpartition(".")[2] for name in parts.posterior_entries]
+
+
+def _rate(parts: Parts, o: MamlOptions) -> Callable[[str], float] | None:
+    """Return the factor of an entry's meta step: lr / outer_lr for a spread that is to move at lr; None: 1 for all."""
+    if not parts.spread_at_lr:
+        return None
+    if o.outer_lr == 0:
+        raise SpecError("outer_lr is 0, at which nothing moves, but spread_step is lr; give an outer_lr above 0")
+    spreads, factor = frozenset(parts.posterior_entries), o.lr / o.outer_lr
+    return lambda name: factor if name in spreads else 1.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ def maml(parts: Parts, o: MamlOptions) -> Algorithm:
     """Second-order meta-learning of a start from which one step adapts."""
     steps = core.local.maml(
         parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip,
-        inner_clip=o.clip if parts.inner_clip else None, frozen=_frozen(parts),
+        inner_clip=o.clip if parts.inner_clip else None, frozen=_frozen(parts), rate=_rate(parts, o),
     )  # fmt: skip
     return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))
 
@@ -68,6 +80,6 @@ def perfedavg(parts: Parts, o: PerFedAvgOptions) -> Algorithm:
     """MAML with a Hessian-vector product in place of second-order differentiation."""
     steps = core.local.hf_maml(
         parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, delta=o.delta, frozen=_frozen(parts),
-        product=o.product, trust=o.trust,
+        product=o.product, trust=o.trust, rate=_rate(parts, o),
     )  # fmt: skip
     return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))

@@ -128,6 +128,8 @@ class Parts:
     owned_by_share: bool = False
     finish: Callable[[Algorithm], Algorithm] = lambda built: built
     """What is done to the method once a base has put it together."""
+    spread_at_lr: bool = False
+    """Whether the posterior's entries move at `lr` where the base's other entries move at a rate of its own."""
     undropped: Emit | None = None
     """What would be emitted if no weight were dropped, where the released rules are followed; see `averaging`."""
 

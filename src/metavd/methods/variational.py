@@ -19,11 +19,13 @@ from .parts import POSTERIOR, Options, Parts, linear_layers, named
 if TYPE_CHECKING:
     from ..core.optim import Sgd
     from ..core.posterior import Posterior
-    from ..core.types import Emit, Model
+    from ..core.types import Algorithm, Emit, Local, Model
 
 _METAVD = "Jeon et al., NeurIPS 2023"
 _CONSTANT = -8.5
 """log sigma^2 of the released code's evaluation, and of a start without a rate."""
+_RATES = (0.03, 0.1, 0.3, 0.9)
+"""Server rates that may be searched for what predicts a spread."""
 
 
 def _spreads() -> Sequence[str]:
@@ -44,11 +46,16 @@ class PosteriorOptions(Options):
     floor: float = option(-17.0, "lowest log sigma^2 (or log alpha)", low=-60, high=8, released=-8.5)
     ceiling: float = option(0.0, "highest log sigma^2; not with clamp=released", low=-60, high=8.5)
     max_rate: float = option(0.99, "highest dropout rate where log alpha is learned", low=0.001, high=0.9999)
-    clamp: Literal["inward", "through", "released"] = option(
+    clamp: Literal["inward", "through", "project", "released"] = option(
         "inward",
-        "gradients past floor and ceiling: those that lead back pass, all, or none (released)",
+        "at floor and ceiling: of each slope only what leads back passes; everything (through); everything, and each "
+        "step ends inside (project); nothing (released)",
         released="released",
     )
+    spread_step: Literal["base", "lr"] = option(
+        "base", "rate of a spread's local steps: that of the base's weights (maml and perfedavg: outer_lr), or lr",
+        later=True,
+    )  # fmt: skip
     prior: Literal["hierarchical", "anchored"] = option(
         "hierarchical", "what the KL pulls spreads to: as much noise as possible, or the rate that they start at",
         later=True,
@@ -63,7 +70,11 @@ class PosteriorOptions(Options):
         "next", "round whose beta personalisation takes: the next, or the last that was trained", released="last",
         later=True,
     )  # fmt: skip
-    draws: int = option(3, "noise draws per training step, their logits averaged", low=1)
+    draws: int = option(3, "noise draws per training step", low=1)
+    draws_average: Literal["logits", "loss"] = option(
+        "logits", "of a training step's draws, average the logits (as released) or the losses (as in an ELBO)",
+        later=True,
+    )  # fmt: skip
     layer_init: Literal["uniform", "model"] = option(
         "uniform", "start of a noisy layer: U(+-1/sqrt(fan in)) or the model's own"
     )
@@ -114,13 +125,17 @@ class MetaVDOptions(OwnedOptions, PosteriorOptions):
     hyper_width: int = option(200, "hidden units of the hypernetwork", low=1)
     hyper_depth: int = option(3, "hidden layers of the hypernetwork", low=0)
     embedding: int = option(0, "size of a client's embedding; 0: 1 + clients/4, at most 64", low=0)
-    hyper_lr: float = option(0.9, "server rate of the hypernetwork", low=0)
+    hyper_lr: float = option(0.9, "server rate of the hypernetwork", low=0, offered=_RATES)
     hyper_momentum: float = option(0.6, "its momentum", low=0, high=1)
     hyper_decay: float = option(5e-4, "its weight decay", low=0)
-    embed_lr: float = option(0.9, "server rate of the embeddings", low=0)
+    embed_lr: float = option(0.9, "server rate of the embeddings", low=0, offered=_RATES)
     embed_momentum: float = option(0.3, "their momentum", low=0, high=1)
     embed_decay: float = option(5e-4, "their weight decay", low=0)
-    newcomer: Literal["mean", "fit"] = option("mean", "embedding of an unseen client: mean of the known, or fitted")
+    newcomer: Literal["mean", "fit", "outputs"] = option(
+        "mean",
+        "an unseen client's spread: predicted from the mean of the known embeddings, from one fitted to its rows, or "
+        "the mean of the predictions for known clients (at most 1,024 of them)",
+    )
     fit_steps: int = option(5, "steps of that fit", low=1)
     fit_lr: float = option(0.1, "its rate", low=0)
 
@@ -154,10 +169,10 @@ def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model,
         model = core.model.reset(model, named(model, o.layers, model.variational))
     noise = _noise(model, o)
     model = core.model.attach(model, noise)
-    loss = objective.cross_entropy(model, o.draws)
+    loss = objective.cross_entropy(model, o.draws, o.draws_average)
     beta = objective.ramp(o.beta, parts.setting.rounds, o.beta_ramp)
     by_mean = o.predict == "mean"
-    return replace(
+    parts = replace(
         parts,
         model=model,
         emit=extend(emit.shared(model), model, noise),
@@ -170,7 +185,25 @@ def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model,
         aggregate=core.aggregate.precision(noise),
         predict=predict.posterior_mean(model) if by_mean else predict.posterior_draws(model, o.samples, o.average),
         posterior=noise,
+        spread_at_lr=o.spread_step == "lr",
     )
+    return _projected(parts) if o.clamp == "project" else parts
+
+
+def _projected(parts: Parts) -> Parts:
+    """Let every stage of a client, in training and before use, end its steps with spreads inside their range."""
+    names, noise, finish = parts.posterior_entries, parts.posterior, parts.finish
+    assert noise is not None
+
+    def within(stage: Local) -> Local:
+        return core.local.projected(stage, noise, names)
+
+    def told(built: Algorithm) -> Algorithm:
+        built = finish(built)
+        new = built.newcomer and replace(built.newcomer, stage=within(built.newcomer.stage))
+        return replace(built, local=within(built.local), personalize=within(built.personalize), newcomer=new)
+
+    return replace(parts, finish=told)
 
 
 def _owned(parts: Parts, o: OwnedOptions, group: Sgd) -> Parts:
@@ -196,6 +229,8 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
     parts = _posterior(parts, o, extend)
     if o.admits_by_fitting:
         parts = replace(parts, admit=lambda used, loss: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
+    elif o.newcomer == "outputs":
+        parts = replace(parts, admit=lambda used, loss: emit.averaged(used))  # noqa: ARG005
     groups = parts.groups | {"server.hyper.": rule(o.hyper_lr, o.hyper_momentum, o.hyper_decay)}
     return _owned(replace(parts, groups=groups), o, rule(o.embed_lr, o.embed_momentum, o.embed_decay))
 

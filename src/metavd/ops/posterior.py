@@ -17,8 +17,8 @@ from torch.nn.functional import softplus
 
 from . import device
 
-Clamp = Literal["inward", "through", "released"]
-"""Which gradients pass a clamp at its ends: those that lead back inside, all, or none (the released code's)."""
+Clamp = Literal["inward", "through", "project", "released"]
+"""Which gradients pass a clamp at its ends: those that lead back inside, all, all (and steps end inside), or none."""
 Epsilon = Literal["weight", "variance"]
 """Where the KL's epsilon stands: beside theta^2, or beside sigma^2 (the released code's)."""
 Prior = Literal["hierarchical", "anchored"]
@@ -53,6 +53,9 @@ def clamp(x: Tensor, low: float, high: float, rule: Clamp) -> Tensor:
         dead zone, and nothing is pushed further out, as by a straight-through clamp: its gradient never ends there,
         and the hypernetwork behind x grows without bound until it diverges.
 
+    project: it is 1 everywhere, as with through, and the value outside is the boundary itself, to the bit: for spreads
+        that are put back into their range after every step, see `core.local.projected`.
+
     >>> x = torch.tensor([-9.0, -8.5, 0.0], requires_grad=True)
     >>> clamp(x, -8.5, 8.5, "released").sum().backward(); x.grad
     tensor([0., 1., 1.])
@@ -65,6 +68,8 @@ def clamp(x: Tensor, low: float, high: float, rule: Clamp) -> Tensor:
     bounded = x.detach().clamp(low, high)
     if rule == "through":
         return x + (bounded - x.detach())
+    if rule == "project":
+        return torch.where((x >= low) & (x <= high), x, bounded + (x - x.detach()))
     return torch.where((x >= low) & (x <= high), x, bounded)
 
 

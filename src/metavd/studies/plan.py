@@ -90,7 +90,8 @@ def plan(
 
     Args:
         experiment: the method, the data and all that is fixed. Options that it sets leave the paper's search space.
-        search: setting -> "LOW..HIGH", "LOW..HIGH:log" or "A,B,C"; changes the paper's space or adds to it.
+        search: setting -> "LOW..HIGH", "LOW..HIGH:log" or "A,B,C"; changes the paper's space or adds to it. Nothing:
+            the values that the option itself offers.
         seeds: how many seeds, from the experiment's on, a trial is averaged over; each has its own partition.
         metric: "nll" or "accuracy", of the validation rows.
         by: "rows" scores the participating clients, "clients" some that are taken out of training.
@@ -129,7 +130,7 @@ def space(experiment: Experiment, search: Mapping[str, str]) -> tuple[Dimension,
 
 
 def dimension(experiment: Experiment, name: str, text: str) -> Dimension:
-    """Read what is to be searched: LOW..HIGH, LOW..HIGH:log, or A,B,C.
+    """Read what is to be searched: LOW..HIGH, LOW..HIGH:log, or A,B,C; nothing: what the option itself offers.
 
     >>> dimension(Experiment(), "lr", "0.001..0.1:log")
     Dimension(name='lr', values=(), low=0.001, high=0.1, log=True)
@@ -142,6 +143,13 @@ def dimension(experiment: Experiment, name: str, text: str) -> Dimension:
             )
         close = nearest(name, sorted(options | set(FIELDS)))
         raise SpecError(f"there is no setting {name!r} to search for {experiment.method}; {close}")
+
+    if not text:
+        known = methods.options_of(experiment.method).get(name)
+        values = known and (known.search or known.offered)
+        if not values:
+            raise SpecError(f"{name} offers no values of its own to search; write --search {name}=LOW..HIGH or =A,B,C")
+        return Dimension(name, values)
 
     def typed(word: str) -> Any:
         checked = with_settings(experiment, {name: word.strip()})

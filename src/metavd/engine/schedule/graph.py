@@ -224,6 +224,8 @@ def _step(local: Local, sampling: Sampling, pool: Pool, buffers: _Buffers, activ
     if move.slope:
         descend_({name: own[name] for name in move.slope}, move.slope, local.lr, local.clip, real)
     put_(own, move.put, real)
+    if local.settle is not None:
+        put_(own, vmap(local.settle)(own), real)
     buffers.loss[:active].add_(loss if real is None else torch.where(real > 0, loss, 0.0))
     buffers.step.add_(1)
 
