@@ -20,7 +20,7 @@ from tables import main as table_main
 from metavd.bench.whole import SETTING
 
 SHARES = (0.1, 0.3)
-DIGITS: dict[str, Any] = {"method": "fedavg", "data": "digits", "cohort": 12, "rounds": 15}
+DIGITS: dict[str, Any] = {"method": "fedavg", "data": "digits", "batch": 32, "cohort": 12, "rounds": 15}
 DEALT = ("iid", "dirichlet:0.5")
 _NOBODY = "none"
 

@@ -30,7 +30,7 @@ NOISES = {"digits": (3.538, 2.0692, 1.2842, 0.84402), "cifar10": (3.2384, 1.8859
 DELTA = 1e-5
 DIGITS: dict[str, Any] = {
     "data": "digits", "partition": "dirichlet:0.5", "clients": 300, "unseen": 20, "cohort": 100, "rounds": 20,
-    "model": "mlp", "width": 16, "lr": 0.1, "backend": "vmap",
+    "batch": 32, "model": "mlp", "width": 16, "lr": 0.1, "backend": "vmap",
 }  # fmt: skip
 CIFAR10: dict[str, Any] = {
     "data": "cifar10", "partition": "dirichlet:0.5", "clients": 5000, "unseen": 0, "cohort": 500, "rounds": 200,
