@@ -181,7 +181,7 @@ def test_the_log_says_what_is_spent(federate, caplog):
 def test_the_server_has_seen_answers_of_rounds_that_came_to_nothing(federate, tmp_path: Path):
     """Sites add their own noise, and nobody else may: each time that they are asked tells the server more of them.
 
-    A crash when all have answered, before the round is counted: its answers count beside those that are asked for again.
+    A crash when all have answered, before the round is counted: its answers count beside those that come again.
     """
     text = f"{SMALL} noise=3 noise_from=sites"
     grid, answered = FakeGrid(shares(3)), []
