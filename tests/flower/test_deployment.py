@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import metavd
+from metavd.core.accountant import Mechanism
+from metavd.engine.checkpoint import load_checkpoint
 from metavd.flower import security
 from metavd.flower.local import Local, federation
 from metavd.flower.registry import load
+from metavd.flower.server import RELEASES
 from metavd.runs.store import Store
 
 NAMES = ("anna", "bert", "cleo")
@@ -155,3 +160,58 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     members = load(folder / "registry.json").members
     assert [(each.number, each.name) for each in members] == [(0, "anna"), (1, "bert"), (2, "cleo")]
     assert Store(folder).read_result()["model_sha256"] == simulated("fedper+metavd", text, rounds=4)
+
+
+SMALL = "unseen=0 model=mlp width=8 local_epochs=1"
+
+
+def released(folder: Path) -> int:
+    """How many rounds the ledger of a run has counted so far."""
+    path = folder / RELEASES
+    return sum(count for _, count in json.loads(path.read_text())["spent"]) if path.exists() else 0
+
+
+def test_a_killed_superlink_forgets_no_release_and_the_budget_ends_the_run(local, tmp_path):
+    """The budget is that of three rounds of six. With kill -9 after a release, what was released stays counted.
+
+    Every round is evaluated, so that there is time between a release and its checkpoint; whether the kill falls
+    between them is chance, and three releases are all that there may be either way.
+    """
+    clients = {"clients": 3, "cohort": 3, "rounds": 6, "delta": 1e-5, "clip": 1.0, "epsilon": 0.0}
+    three = Mechanism(noise=2.0, **clients).spent({2.0: 3})
+    folder = tmp_path / "budget"
+    asked = config(folder, "fedavg+dp", f"{SMALL} noise=2 epsilon={1.01 * three:.3f}", rounds=6) | {"eval-every": 1}
+    following = local.start_run("budget", asked)
+    until(lambda: released(folder) >= 2, local, "budget")
+    server_app = int((folder / ".lock").read_text())
+    local.stop("superlink", how=signal.SIGKILL)
+    until(lambda: gone(server_app), local, "budget")
+    assert following.wait(PATIENCE) == 1, local.log("budget")
+    before = released(folder)
+    local.link()
+    assert local.start_run("budget again", asked).wait(PATIENCE) == 0, local.log("budget again")
+    said, result = local.log("budget again"), Store(folder).read_result()
+    done = int((re.search(r"going on after round (\d+)", said) or [0, 0])[1])
+    assert "the privacy budget is spent: 3 rounds took" in said
+    assert released(folder) == result["privacy"]["rounds"] == 3
+    assert result["trained_rounds"] == 3 - (before - done)
+    assert result["privacy"]["epsilon"] == pytest.approx(three)
+    assert result["privacy"]["noise_from"] == "server"
+
+
+def test_sites_add_the_noise_in_processes_of_their_own(local, tmp_path):
+    """Answers are 1e-6 long before it: all that moves the model is the noise of three sites, z clip / 3 in each weight.
+
+    So nobody else adds any, and no answer came without.
+    """
+    folder, text = tmp_path / "sites", f"{SMALL} answer_clip=1e-6 noise_from=sites"
+    local.run(config(folder, "fedavg+dp", f"{text} noise=1000", rounds=1))
+    pairs = dict(word.split("=") for word in text.split())
+    metavd.run(method="fedavg+dp", clients=3, cohort=3, rounds=1, noise=0, out=tmp_path / "still", **pairs)
+    (state, _), (still, _) = (load_checkpoint(Store(each).checkpoint) for each in (folder, tmp_path / "still"))
+    noise = torch.cat([(value - still.params[name]).flatten() for name, value in state.params.items()]).double()
+    assert noise.square().mean().sqrt() == pytest.approx(1000 * 1e-6 / 3, rel=0.15)
+    told = Store(folder).read_result()["privacy"]
+    assert told["noise_from"] == "sites"
+    assert told["epsilon_server"] > told["epsilon"]
+    assert json.loads((folder / RELEASES).read_text()) == {"spent": [[1000.0, 1]], "asked": 1}

@@ -261,30 +261,31 @@ def test_what_the_service_writes_is_its_own(local):
 # --- apps ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_app_with_code_runs_only_if_it_is_registered(tmp_path, monkeypatch, capsys):
+def test_an_app_with_code_runs_only_if_it_is_registered(tmp_path, capsys):
     """The app of metavd, with any run config, needs no registering; another's hash does, and a changed app anew."""
     from flwr.cli.build import build_fab_from_disk
 
-    monkeypatch.setenv("METAVD_APPS", str(tmp_path / "apps.txt"))
+    file = apps.registered(str(tmp_path / "federation.db"))
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
         (folder / "pyproject.toml").write_text(app_toml())
-    assert apps.is_ours(build_fab_from_disk(ours))
+    assert apps.is_ours(build_fab_from_disk(ours), file)
     (ours / "pyproject.toml").write_text(app_toml().replace("rounds = 20", "rounds = 7"))
-    assert apps.is_ours(build_fab_from_disk(ours))
+    assert apps.is_ours(build_fab_from_disk(ours), file)
     (theirs / "evil.py").write_text("import os\n")
     for text in (app_toml(), app_toml().replace("metavd.flower.server:app", "evil:app")):
         (theirs / "pyproject.toml").write_text(text)
         with pytest.raises(FederationError, match="brings code of its own and is not registered here"):
-            apps.is_ours(build_fab_from_disk(theirs))
+            apps.is_ours(build_fab_from_disk(theirs), file)
     main(["federate", "allow", str(theirs), "--database", str(tmp_path / "federation.db")])
     assert compat.app_hash(theirs) in capsys.readouterr().out
-    assert not apps.is_ours(build_fab_from_disk(theirs))
+    assert not apps.is_ours(build_fab_from_disk(theirs), file)
     (theirs / "evil.py").write_text("import sys\n")
     with pytest.raises(FederationError, match="is not registered here"):
-        apps.is_ours(build_fab_from_disk(theirs))
-    assert (tmp_path / "apps.txt").stat().st_mode & 0o777 == 0o600
+        apps.is_ours(build_fab_from_disk(theirs), file)
+    assert file == tmp_path / "apps.txt"
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_of_a_run_stays_in_the_database(tmp_path):

@@ -176,3 +176,29 @@ def test_the_log_says_what_is_spent(federate, caplog):
     assert "differential privacy of clients" in caplog.text
     assert ", epsilon " in caplog.text
     assert "the privacy budget is spent: 1 rounds" in caplog.text
+
+
+def test_the_server_has_seen_answers_of_rounds_that_came_to_nothing(federate, tmp_path: Path):
+    """Sites add their own noise, and nobody else may: each time that they are asked tells the server more of them.
+
+    A crash when all have answered, before the round is counted: its answers count beside those that come again.
+    """
+    text = f"{SMALL} noise=3 noise_from=sites"
+    grid, answered = FakeGrid(shares(3)), []
+
+    def crash(reply, number):
+        if reply.metadata.message_type == "train":
+            answered.append(number)
+            if len(answered) == 6:
+                raise KeyboardInterrupt
+        return reply
+
+    grid.tamper = crash
+    with pytest.raises(InterruptedRun):
+        federate(grid, method="fedavg+dp", set=text)
+    assert json.loads((tmp_path / "run" / "privacy.json").read_text()) == {"spent": [[3.0, 1]], "asked": 2}
+    found = federate(FakeGrid(shares(3)), method="fedavg+dp", set=text)["privacy"]
+    smooth = federate(FakeGrid(shares(3)), method="fedavg+dp", set=text, out=str(tmp_path / "smooth"))["privacy"]
+    assert json.loads((tmp_path / "run" / "privacy.json").read_text()) == {"spent": [[3.0, 2]], "asked": 3}
+    assert found["epsilon"] == smooth["epsilon"]
+    assert found["epsilon_server"] > smooth["epsilon_server"]

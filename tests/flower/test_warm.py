@@ -19,8 +19,7 @@ if os.fork() == 0:
     child()
 """
 LAUNCH = """
-warm._do = lambda *_: child()
-warm.ForkExecutor().launch(None)
+warm.ForkExecutor(lambda *_: child()).launch(None)
 """
 PARENT = """
 import os, time

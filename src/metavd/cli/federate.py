@@ -307,7 +307,7 @@ def allow_command(*, app: str, database: str) -> None:
     An app that `metavd federate app` wrote holds no code and needs no registering: the metavd that is installed runs.
     """
     _ready()
-    path = Path(database).resolve().with_name(later.flower_warm.APPS_FILE)
+    path = later.flower_apps.registered(database)
     click.echo(f"{path}: {later.flower_apps.allow(Path(app), path)}")
 
 

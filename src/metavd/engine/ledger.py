@@ -20,6 +20,10 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _counts(spent: Sequence[Sequence[float]]) -> dict[float, int]:
+    return {float(z): int(count) for z, count in spent}
+
+
 @dataclass
 class Ledger:
     """Rounds by the multiplier of their noise; without a mechanism there is nothing to count."""
@@ -27,19 +31,27 @@ class Ledger:
     mechanism: Mechanism | None
     rounds: dict[float, int] = field(default_factory=dict)
     releases: Path | None = None
+    """File that counts releases, where a round that is taken again draws other noise."""
+    asked: int = 0
+    """Times that sites were asked for an answer with noise of their own, of rounds that came to nothing too."""
 
     @classmethod
-    def opened(
-        cls, mechanism: Mechanism | None, before: Mapping[str, Any] | None, releases: Path | None = None
-    ) -> Ledger:
+    def opened(cls, mechanism: Mechanism | None, extra: Mapping[str, Any], releases: Path | None = None) -> Ledger:
         """Return the ledger of a run, with what its checkpoint says was spent, or its file of releases."""
-        spent: Sequence[Sequence[float]] = (before or {}).get("spent", ())
+        before: Mapping[str, Any] = extra.get("privacy", {})
         if mechanism is not None and releases is not None and releases.exists():
             try:
-                spent = json.loads(releases.read_text())["spent"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                before = json.loads(releases.read_text())
+                return cls(mechanism, _counts(before["spent"]), releases, int(before.get("asked", 0)))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{releases} is damaged ({error}); put back your copy of it") from None
-        return cls(mechanism, {float(z): int(count) for z, count in spent}, releases)
+        return cls(mechanism, _counts(before.get("spent", ())), releases, int(before.get("asked", 0)))
+
+    def asking(self) -> None:
+        """Count, before sites are asked, that each gives the server one answer more with noise of its own."""
+        if self.mechanism is not None and self.mechanism.sites:
+            self.asked += 1
+            self._write()
 
     def add(self, answers: int) -> dict[str, Any]:
         """Count a round with so many answers; return what its line says of that."""
@@ -47,9 +59,12 @@ class Ledger:
             return {}
         z = self.mechanism.present(answers)
         self.rounds[z] = self.rounds.get(z, 0) + 1
+        self._write()
+        return {"epsilon": self.epsilon()}
+
+    def _write(self) -> None:
         if self.releases is not None:
             write_atomic(self.releases, json.dumps(self.state()["privacy"]).encode())
-        return {"epsilon": self.epsilon()}
 
     def epsilon(self) -> float | None:
         """Return what was spent; None where it is not known, or without bound."""
@@ -71,7 +86,10 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {} if self.mechanism is None else {"privacy": {"spent": [list(each) for each in self.rounds.items()]}}
+        if self.mechanism is None:
+            return {}
+        asked = {"asked": self.asked} if self.asked else {}
+        return {"privacy": {"spent": [list(each) for each in self.rounds.items()]} | asked}
 
     def summary(self, state: ServerState) -> dict[str, Any]:
         """Return what a result says."""
@@ -87,5 +105,5 @@ class Ledger:
             "neighbours": "one client more" if m.poisson or m.rate == 1 else "another client in one place",
         }  # fmt: skip
         if m.sites and known():
-            told["epsilon_server"] = _finite(m.seen_by_server(count)) if m.multiplier else None
+            told["epsilon_server"] = _finite(m.seen_by_server(max(count, self.asked))) if m.multiplier else None
         return {"privacy": told}

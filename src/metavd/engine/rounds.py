@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -232,8 +231,8 @@ class Run:
     """How a stopped run is gone on with, for people."""
     privacy: Mechanism | None = None
     """How single clients are hidden, where they are."""
-    releases: Path | None = None
-    """File that counts releases, where a round that is taken again draws other noise."""
+    ledger: Ledger | None = None
+    """What was revealed of them so far; None: what the checkpoint says."""
 
 
 TRAFFIC = ("down", "up", "dense_down", "dense_up")
@@ -304,11 +303,10 @@ def _spent(run: Run, ledger: Ledger, done: int) -> bool:
 
 def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Train from a state to the end, evaluate, and return the result; `extra` is what its checkpoint said beside it."""
-    e, journal = run.spec, run.journal
+    e, journal, ledger = run.spec, run.journal, run.ledger or Ledger.opened(run.privacy, extra)
     total = {key: int(extra.get(key, 0)) for key in TRAFFIC}
     before, began = float(extra.get("seconds", 0.0)), time.monotonic()
     best, last, loss = _best_so_far(run, extra), _Last(state), extra.get("loss")
-    ledger = Ledger.opened(run.privacy, extra.get("privacy"), run.releases)
     run.listener.start(e, int(state.round))
     for text in run.notes:
         run.listener.note(text)

@@ -14,21 +14,27 @@ from pathlib import Path
 
 from . import compat
 from .config import SERVER_APP, FederationError
-from .warm import APPS, APPS_FILE
 
+_FILE = "apps.txt"
+"""Hashes of apps that may bring code of their own to the server."""
 _LOG = logging.getLogger("flwr")
 
 
-def is_ours(fab: bytes) -> bool:
+def registered(database: str) -> Path:
+    """Return the file with the hashes of a server's apps: beside its database, or where the server was started."""
+    return Path(database).resolve().with_name(_FILE) if database else Path(_FILE)
+
+
+def is_ours(fab: bytes, path: Path) -> bool:
     """Return whether an app holds nothing but a run config for metavd, so that the metavd that is installed runs.
 
-    Another app runs only if its hash is registered; otherwise FederationError says how to do that.
+    Another app runs only if its hash is in the file `path`; otherwise FederationError says how to put it there.
     """
     with zipfile.ZipFile(io.BytesIO(fab)) as files:
         parts = tomllib.loads(files.read("pyproject.toml").decode())["tool"]["flwr"]["app"]["components"]
         if set(files.namelist()) <= {"pyproject.toml", ".info/CONTENT"} and parts["serverapp"] == SERVER_APP:
             return True
-    found, path = hashlib.sha256(fab).hexdigest(), Path(os.environ.get(APPS, APPS_FILE))
+    found = hashlib.sha256(fab).hexdigest()
     if found not in (path.read_text().split() if path.exists() else ()):
         raise FederationError(
             f"the app {found} brings code of its own and is not registered here; metavd federate allow registers it"

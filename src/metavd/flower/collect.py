@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,8 @@ class Setup:
     task: Task
     cohorts: Tensor | None = None
     """Key of whom rounds ask, where nobody else may know that; None: the run's."""
+    asking: Callable[[], None] = lambda: None
+    """Called before clients are asked for answers."""
 
 
 @dataclass
@@ -144,6 +146,7 @@ def _attempt(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Mo
         have.counted.setdefault(client, [0, 0])[0] += len(params)
         order = Order(done, client, int(now.key), setup.spec, plan.half, turn=have.turns.get(client, 0), params=params)
         messages[client] = (nodes[client], write_order(order))
+    setup.asking()
     fleet.audit.add("ask", round=done + 1, clients=asked)
     excluded = {client for client in asked if guard.excluded(client)}
     asking = time.monotonic()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from . import compat
-from .warm import APPS, APPS_FILE, beside, value_of
+from .warm import beside, value_of
 
 FLEET, HEALTH = "/v1/fleet/", "/health"
 """What is answered to other machines."""
@@ -206,8 +206,6 @@ def main(arguments: Sequence[str], connections: int = CONNECTIONS) -> None:
     if not knows_owners():
         _LOG.warning("this system does not tell who opens a connection: every user of this machine can start runs")
     database = value_of(arguments, "--database")
-    if database:
-        os.environ.setdefault(APPS, str(Path(database).resolve().with_name(APPS_FILE)))
     authority = "" if "--insecure" in arguments else value_of(arguments, "--ssl-ca-certfile")
     beside(f"127.0.0.1:{value_of(arguments, '--port', '8000')}", authority=authority, database=database)
     gate = Turnstile(connections)

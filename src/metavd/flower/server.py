@@ -41,6 +41,7 @@ from ..data.partition import Federation
 from ..data.source import Source
 from ..engine.checkpoint import hashes, load_checkpoint
 from ..engine.evaluation import masks_of
+from ..engine.ledger import Ledger
 from ..engine.machine import tuned
 from ..engine.rounds import Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out
 from ..engine.task import Task, task
@@ -204,6 +205,8 @@ def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
     state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
     store.cut_rounds(int(state.round))
     privacy = setup.task.algorithm.privacy
+    ledger = Ledger.opened(privacy, extra, None if setup.plan.seeded_noise else store.folder / RELEASES)
+    setup = replace(setup, asking=ledger.asking)
     guard = Guard.restored(_limits(setup.plan, privacy), extra.get("guard", {}))
     offences = registry.load_offences(store.folder)
     guard.offences |= {client: max(count, guard.offences.get(client, 0)) for client, count in offences.items()}
@@ -236,8 +239,7 @@ def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
                 "evaluated": tests.down, "guard": guard.state(), "turns": dict(turns), "audit": audit.head,
             },
             again="flwr run goes on from it",
-            privacy=privacy,
-            releases=None if setup.plan.seeded_noise else store.folder / RELEASES,
+            ledger=ledger,
             notes=() if privacy is None else privacy.told(),
         ),
         state,

@@ -28,10 +28,6 @@ from .parent import die_with
 
 POLL = "METAVD_POLL"
 """Environment variable: seconds between two looks for messages."""
-APPS = "METAVD_APPS"
-"""Environment variable: file with the hashes of apps that may bring code of their own to the server."""
-APPS_FILE = "apps.txt"
-"""Its name, beside the database."""
 _INTERVAL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 _HEARTBEAT = 10
 """Seconds, Flower's least; a SuperLink takes a node that is silent for two of them as gone, and not before."""
@@ -49,6 +45,8 @@ _LOG = logging.getLogger("flwr")
 class ForkExecutor:
     """Runs each task in a fork of this process."""
 
+    do: Callable[[Any, int], None]
+    """(task, id of this process): carries out a task, in the fork."""
     after: Callable[[], None] | None = None
     """Called when the last task that was under way has ended."""
 
@@ -65,7 +63,7 @@ class ForkExecutor:
         parent = os.getpid()
         if os.fork() == 0:
             die_with(parent)
-            _to_the_end(lambda: _do(spec, parent))
+            _to_the_end(lambda: self.do(spec, parent))
         return compat.launched()
 
     def reconcile(self) -> None:
@@ -80,12 +78,6 @@ class ForkExecutor:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _do(spec: Any, parent: int) -> None:
-    from . import apps, client, server  # noqa: PLC0415
-
-    compat.run_task(spec, parent, client.app, server.app, apps.is_ours)
 
 
 def _to_the_end(work: Callable[[], None]) -> None:
@@ -107,11 +99,16 @@ def _to_the_end(work: Callable[[], None]) -> None:
 def execute(address: str, parent: int, config: str, authority: str, database: str) -> None:
     """Do the tasks that a SuperNode or SuperLink has, until its process is gone."""
     die_with(parent)
-    from . import apps, client, server  # noqa: F401, PLC0415 - before the first fork: no child needs to import them
+    from . import apps, client, server  # noqa: PLC0415 - before the first fork: no child needs to import them
 
     if "partition-id" in config:  # a share of a dataset, most likely of the digits that come with scikit-learn
         import sklearn.datasets  # noqa: F401, PLC0415
-    executor = ForkExecutor((lambda: apps.tidy(database)) if database else None)
+    file = apps.registered(database)
+
+    def do(spec: Any, parent: int) -> None:
+        compat.run_task(spec, parent, client.app, server.app, lambda fab: apps.is_ours(fab, file))
+
+    executor = ForkExecutor(do, (lambda: apps.tidy(database)) if database else None)
     compat.run_executor(executor, address, parent=parent, authority=authority)
 
 
