@@ -21,6 +21,7 @@ from ..runs.store import Store
 from .lines import Line, read
 from .many import Ended, Share, carry_out, taken
 from .paper.digest import digest
+from .tuned import label, plain
 
 SCOPE = "arena"
 PUBLISHED = {
@@ -57,7 +58,7 @@ def tasks(
 
 def one(settings: dict[str, Any], folder: Path, listener: Listener, *, where: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out one run and keep its figures; `where` is what does not change them, such as the device."""
-    result = run(**settings, **where, out=folder, resume=True, listener=listener)
+    result = run(**plain(settings), **where, out=folder, resume=True, listener=listener)
     return taken(result, digest(result, Store(folder)))
 
 
@@ -80,7 +81,7 @@ def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
     groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in read(store, SCOPE).values():
-        groups[_setting(line)][_name(line)].append(line)
+        groups[_setting(line)][label(line["settings"])].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
@@ -98,14 +99,10 @@ def page(store: Path) -> str:
 
 def _setting(line: Line) -> str:
     """Return what the runs of a table share, as its title; what has the dataset's default is not named."""
-    e = with_settings(Experiment(), line["settings"])
+    e = with_settings(Experiment(), plain(line["settings"]))
     counts = [(e.rounds, "rounds"), (e.clients, "clients")]
     words = [e.data, e.partition, e.test_rows, *(f"{count:g} {name}" for count, name in counts if count)]
     return ", ".join(filter(None, words))
-
-
-def _name(line: Line) -> str:
-    return str(line["settings"]["method"])
 
 
 def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
@@ -123,7 +120,7 @@ def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
         seeds = ", ".join(str(line["seed"]) for line in methods[method])
         text.append(
             "| "
-            + " | ".join([f"`{method}`", *cells, *([PUBLISHED.get(method, "")] if published else []), seeds])
+            + " | ".join([f"`{method}`", *cells, *([PUBLISHED.get(method.split()[0], "")] if published else []), seeds])
             + " |"
         )
     return "\n".join(text)

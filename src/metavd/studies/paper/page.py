@@ -186,6 +186,8 @@ def _told(how: Protocol) -> str:
         parts.append(f"{how.rounds:,} rounds, unlike the paper")
     for key, values in how.overrides.items():
         parts.append(f"{key}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
-    if not how.overrides:
+    if how.tuned is not None:
+        parts.append("options that tuning chose on validation rows (results/tuned), where it did for the data")
+    elif not how.overrides:
         parts.append("no option changed after validation")
     return "; ".join(parts)
