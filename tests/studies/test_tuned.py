@@ -13,7 +13,8 @@ from metavd.errors import SpecError
 from metavd.runs.settings import Experiment, from_toml, with_settings
 from metavd.studies import halving, tuned
 from metavd.studies.arena import page
-from metavd.studies.lines import identity
+from metavd.studies.lines import append, complete, identity
+from metavd.studies.paper.page import report
 from metavd.studies.paper.plan import tuned_told
 from metavd.studies.paper.protocol import protocol, settings_of
 from metavd.studies.paper.tables import cells
@@ -152,6 +153,24 @@ def test_the_paper_takes_them(tmp_path: Path) -> None:
     assert tuned_told(["T8"]) == []
     with pytest.raises(SpecError, match="give one of the two"):
         protocol(tuned=tmp_path, overrides={"fedavg": {"lr": 0.1}})
+
+
+def test_the_paper_shows_the_last_five_and_the_untuned_beside(tmp_path: Path) -> None:
+    """The page of tuned runs has four numbers of a cell: ours, the last five, untuned, the paper's."""
+    chosen(tmp_path, "fedavg", "cifar10", "dirichlet:0.5", lr=0.03)
+    store = tmp_path / "s.jsonl"
+    how, cell = protocol(tuned=tmp_path), cells("T8", ["FedAvg"], ["0.5"])[0]
+    made = {"commit": "c", "device": "cpu", "machine": "m", "versions": {"metavd": "0", "torch": "2"}, "scope": "full"}
+    for which, value in ((how, 0.7), (protocol(), 0.6)):
+        part = {"accuracy": value}
+        kept = {"test": part, "unseen": part, "gap": 0.0, "last": {"test.accuracy": value + 0.05}}
+        append(store, made | {"seed": 777, "settings": complete(settings_of(cell, how=which)), "result": kept})
+    text = report(store, names=["T8"], how=how)
+    assert "| test accuracy %: ours | last five | untuned | paper | difference |" in text
+    assert "| FedAvg | 70.00 | 75.00 | 60.00 | 78.28 |" in text
+    before = report(store, names=["T8"])
+    assert "untuned" not in before
+    assert "| FedAvg | 60.00 | 65.00 | 78.28 |" in before
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import click
 
 from .. import methods
 from ..errors import SpecError
-from ..runs.settings import SETTINGS
+from ..runs.settings import RUNTIME, SETTINGS
 from ..schema import nearest
 from . import later
 from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, tuned, tuned_folder, words
@@ -47,7 +47,7 @@ def arena_command(
     settings = settings_of(config, [*pairs, *more], given)
     names = list(methods.NAMES) if names == ["all"] else names
     seed = int(settings.pop("seed", 0))
-    where: dict[str, Any] = {key: settings.pop(key) for key in ("root", "device") if key in settings}
+    where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
     dealt = [part.strip() for part in protocols.split(",")]
     _check(names, settings)
     folder = tuned_folder(tuned=tuned, tuned_from=tuned_from)
