@@ -6,10 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from metavd.cli import main
 from metavd.studies.arena import page
+from metavd.studies.lines import identity
+from metavd.studies.pairs import pair
 
 QUICK = ["--rounds", "2", "local_epochs=1", "head_epochs=1", "model=mlp", "width=8"]
 
@@ -41,6 +44,22 @@ def test_several_seeds_have_an_interval_and_the_best_is_bold(tmp_path: Path) -> 
     assert len(rows) == 2
     assert all("±" in row and row.endswith("0, 1 |") for row in rows)
     assert sum(row.split("|")[2].strip().startswith("**") for row in rows) == 1
+    assert "test, to the first row" in text
+    lines = [json.loads(line) for line in (tmp_path / "store.jsonl").read_text().splitlines()]
+    by_name = {name: [line for line in lines if line["settings"]["method"] == name] for name in ("fedavg", "fedrep")}
+    order = sorted(by_name, key=lambda name: -sum(line["result"]["test"]["accuracy"] for line in by_name[name]))
+    compared = [pair(by_name[order[1]], by_name[order[0]], part) for part in ("test", "unseen")]
+    assert [cell.strip() for cell in rows[1].split("|")[-4:-2]] == [str(each) for each in compared]
+    means = [np.mean([line["result"]["test"]["accuracy"] for line in by_name[name]]) for name in order]
+    assert compared[0] is not None
+    assert compared[0].difference == pytest.approx(means[1] - means[0], abs=1e-5)
+
+
+def test_a_number_is_the_same_run_as_its_text() -> None:
+    """Law: what a command line says as text and Python as a number is one run."""
+    asked = {"method": "fedavg", "data": "digits", "clients": 100, "cohort": 0.1, "lr": 0.02}
+    assert identity(asked) == identity({key: str(value) for key, value in asked.items()})
+    assert identity(asked) != identity(asked | {"clients": 10})
 
 
 def test_the_page_of_the_repository_is_written_from_its_store() -> None:

@@ -323,6 +323,11 @@ def test_smoke_runs_end_to_end(tmp_path: Path) -> None:
     assert stored["result"]["last"]["rounds"] == [1, 2]
     mean = (first["unseen"]["accuracy"] + result["unseen"]["accuracy"]) / 2
     assert stored["result"]["last"]["unseen.accuracy"] == pytest.approx(mean, rel=1e-5)
+    kept = stored["result"]["clients"]
+    for part in ("test", "unseen"):  # the clients' counts give the headline number
+        weight, tested, right = (kept[part][name] for name in ("train", "rows", "right"))
+        shares = [w * r / n for w, n, r in zip(weight, tested, right, strict=True)]
+        assert sum(shares) / sum(weight) == pytest.approx(result[part]["accuracy"], rel=1e-9)
     lower, upper = result["test"]["intervals"]["accuracy"]
     assert stored["result"]["error"]["test"] == pytest.approx((upper - lower) / 3.92, rel=1e-5)
     view = table("T2", store, how=SMOKE)

@@ -10,10 +10,10 @@ import click
 
 from .. import methods
 from ..errors import SpecError
-from ..runs.settings import SETTINGS
+from ..runs.settings import RUNTIME, SETTINGS
 from ..schema import nearest
 from . import later
-from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, words
+from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
 
@@ -29,11 +29,12 @@ PROTOCOLS = ("independent", "consistent")
               metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
               help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
+@tuned
 @at_once
 @sliced
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, store: str, page: str | None, jobs: int,
-    share: later.studies_many.Share | None,
+    share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
     out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
@@ -46,16 +47,22 @@ def arena_command(
     settings = settings_of(config, [*pairs, *more], given)
     names = list(methods.NAMES) if names == ["all"] else names
     seed = int(settings.pop("seed", 0))
-    where: dict[str, Any] = {key: settings.pop(key) for key in ("root", "device") if key in settings}
+    where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
     dealt = [part.strip() for part in protocols.split(",")]
     _check(names, settings)
+    folder = tuned_folder(tuned=tuned, tuned_from=tuned_from)
+    chosen = None if folder is None else later.studies_tuned.read(folder)
     wanted: dict[tuple[str, str, int], dict[str, Any]] = {}
+    reporter = Reporter()
     for name in names:
         own = {key: value for key, value in settings.items() if key in SETTINGS or key in methods.options_of(name)}
         for protocol in dealt:
-            experiment_of({**own, **where, "test_rows": protocol}, name)
-        wanted |= later.studies_arena.tasks([name], own, dealt, range(seed, seed + seeds))
-    reporter = Reporter()
+            asked = experiment_of({**own, **where, "test_rows": protocol}, name)
+            found = None if chosen is None else later.studies_tuned.find_for(chosen, asked)
+            if chosen is not None:
+                reporter.note(later.studies_tuned.told(asked, found))
+            whole = later.studies_tuned.applied(found, own)
+            wanted |= later.studies_arena.tasks([name], whole, [protocol], range(seed, seed + seeds))
     if wanted:
         for ended in later.studies_arena.carry(
             wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share

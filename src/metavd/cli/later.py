@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ..studies import merge as studies_merge
     from ..studies import side as studies_side
     from ..studies import tune as studies_tune
+    from ..studies import tuned as studies_tuned
     from ..studies.paper import carry as paper_carry
     from ..studies.paper import page as paper_page
     from ..studies.paper import plan as paper_plan

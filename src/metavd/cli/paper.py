@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, at_once, console, sliced
+from .terminal import Reporter, at_once, console, sliced, tuned, tuned_folder
 
 STORE = "results/paper.jsonl"
 PAGE = "docs/paper.md"
@@ -35,6 +35,7 @@ def _list(text: str | None) -> list[str] | None:
               help="How test rows are dealt: independent (the paper's), consistent, uniform.")  # fmt: skip
 @click.option("--last", type=int, default=1, show_default=True, metavar="1|5", help="Evaluations averaged at the end.")
 @click.option("--overrides", type=click.Path(), metavar="F.toml", help="Options chosen by validation, by method.")
+@tuned
 @click.option("--store", default=STORE, show_default=True, type=click.Path(), metavar="F", help="Finished runs.")
 @click.option("--work", default="runs/paper", show_default=True, type=click.Path(), metavar="DIR",
               help="Where runs in progress live; several processes may share it.")  # fmt: skip
@@ -48,7 +49,8 @@ def _list(text: str | None) -> list[str] | None:
 @click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]")
 def paper_command(
     *, what: tuple[str, ...], rows: str | None, columns: str | None, seeds: int, rounds: int, scale: str,
-    test_rows: str, last: int, overrides: str | None, store: str, work: str, keep: bool, retry: bool, jobs: int,
+    test_rows: str, last: int, overrides: str | None, tuned: bool, tuned_from: str | None, store: str, work: str,
+    keep: bool, retry: bool, jobs: int,
     share: later.studies_many.Share | None, plan_only: bool, out: str, **runtime: Any,
 ) -> None:  # fmt: skip
     """Run what the paper's tables need, and set ours beside theirs.
@@ -62,8 +64,9 @@ def paper_command(
     """  # noqa: D301 - click reads the backspace as "keep these lines"
     chosen = later.paper_protocol.overrides_from(Path(overrides)) if overrides else None
     how = later.paper_protocol.protocol(
-        scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds
-    )
+        scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds,
+        tuned=tuned_folder(tuned=tuned, tuned_from=tuned_from),
+    )  # fmt: skip
     action = what[0] if what[0] in {"list", "report"} else ""
     names = list(what[1:] if action else what)
     everything = names == ["all"] or (action and not names)
@@ -79,6 +82,8 @@ def paper_command(
     if plan_only:
         _print_plan(later.paper_plan.needed(names, store, retry=retry, note=reporter.note, **part))
         return
+    for text in later.paper_plan.tuned_told(names, **part):
+        reporter.note(text)
     _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, share=share,
          runtime=runtime)  # fmt: skip
     for name in names:

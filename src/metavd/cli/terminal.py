@@ -219,6 +219,24 @@ sliced = click.option(
 """Of commands whose runs may be spread over many processes and machines."""
 
 
+tuned = adding(
+    click.option("--tuned", is_flag=True,
+                 help="Take what tune-all chose for this data and these test rows, from results/tuned."),
+    click.option("--tuned-from", type=click.Path(), metavar="DIR", help="The same, from another folder."),
+)  # fmt: skip
+"""Of commands that may take tuned settings; `tuned_folder` reads both options."""
+
+
+def tuned_folder(*, tuned: bool, tuned_from: str | None) -> Path | None:
+    """Return the folder of tuned settings that a command shall use; None: the methods' defaults."""
+    if not (tuned or tuned_from):
+        return None
+    folder = Path(tuned_from) if tuned_from else later.studies_tuned.FOLDER
+    if not folder.is_dir():
+        raise SpecError(f"there are no tuned settings in {folder}; metavd tune-all METHOD --page F.md writes some")
+    return folder
+
+
 at_once = click.option(
     "--jobs", type=click.IntRange(0, 1000), default=0, metavar="P",
     help="Runs at once, each in its own process. [default: 4 on a GPU, 1 on a CPU]",

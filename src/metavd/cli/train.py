@@ -17,7 +17,18 @@ from ..errors import SpecError
 from ..runs.settings import Experiment, spec_hash
 from ..schema import nearest
 from . import later
-from .terminal import Reporter, at_once, console, experiment_of, settings_of, shared, sliced, words
+from .terminal import (
+    Reporter,
+    at_once,
+    console,
+    experiment_of,
+    settings_of,
+    shared,
+    sliced,
+    tuned,
+    tuned_folder,
+    words,
+)
 
 
 @click.command("run")
@@ -89,6 +100,7 @@ def default_folder(experiment: Experiment, data: later.data_collection.Collectio
 @click.argument("given_words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
 @shared
 @click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds per method.")
+@tuned
 @at_once
 @sliced
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
@@ -96,7 +108,8 @@ def default_folder(experiment: Experiment, data: later.data_collection.Collectio
               help="Leave each client out in turn, or each of the named ones, and show accuracy on it.")  # fmt: skip
 def compare_command(
     *, given_words: tuple[str, ...], seeds: int, jobs: int, out: str | None, config: str | None, pairs: tuple[str, ...],
-    share: later.studies_many.Share | None, page: str | None, away: str | None, **given: Any,
+    share: later.studies_many.Share | None, page: str | None, away: str | None, tuned: bool, tuned_from: str | None,
+    **given: Any,
 ) -> None:  # fmt: skip
     """Train several METHODs with several seeds; mean and 95 % interval in one table.
 
@@ -108,11 +121,13 @@ def compare_command(
     settings = settings_of(config, [*pairs, *more], given)
     names = list(catalogue.NAMES) if methods == ["all"] else [catalogue.check(name) for name in dict.fromkeys(methods)]
     folder = Path(out) if out else Path("runs") / "compare"
+    chosen = tuned_folder(tuned=tuned, tuned_from=tuned_from)
     reporter = Reporter()
     if away is not None:
-        if page is not None or share is not None or "unseen" in settings:
+        if page is not None or share is not None or chosen is not None or "unseen" in settings:
             raise SpecError(
-                "--leave-out decides who is unseen and writes its own table; leave out --page, --slice and unseen"
+                "--leave-out decides who is unseen and writes its own table; leave out --page, --slice, --tuned and "
+                "unseen"
             )
         try:
             found = later.studies_leave_out.leave_out(
@@ -125,8 +140,9 @@ def compare_command(
     try:
         wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
         rows = later.studies_compare.compare(
-            names, seeds=seeds, jobs=jobs, share=share, out=folder, listener=reporter, page=wanted, **settings
-        )
+            names, seeds=seeds, jobs=jobs, share=share, out=folder, listener=reporter, page=wanted, tuned=chosen,
+            **settings,
+        )  # fmt: skip
     finally:
         reporter.stop()
     if share is not None:

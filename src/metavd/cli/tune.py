@@ -198,12 +198,14 @@ def print_study(history: Mapping[str, Any]) -> None:
 @click.option("--store", type=click.Path(dir_okay=False), default="results/tuning.jsonl", show_default=True,
               metavar="F", help="Finished rungs; what it holds is not computed again.")  # fmt: skip
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
-              help="Also write what was chosen as a document; without METHOD nothing is run.")  # fmt: skip
+              help="Also write what was chosen as a document and as files; without METHOD nothing is run.")  # fmt: skip
+@click.option("--files", type=click.Path(file_okay=False), metavar="DIR",
+              help="Where --page writes the files, one for each method. [default: results/tuned]")  # fmt: skip
 @at_once
 @sliced
 def tune_all_command(
     *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
-    share: later.studies_many.Share | None, page: str | None, out: str | None, config: str | None,
+    share: later.studies_many.Share | None, page: str | None, files: str | None, out: str | None, config: str | None,
     pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Tune several METHODs on equal terms by successive halving, on validation rows and validation clients.
@@ -231,10 +233,11 @@ def tune_all_command(
     _print_chosen(store)
     if page is not None:
         command = f"metavd {shlex.join(sys.argv[1:])}"
-        Path(page).write_text(
-            later.studies_halving.page(list(later.studies_halving.read(Path(store)).values()), command)
-        )
-        click.echo(f"Written: {page}")
+        lines = list(later.studies_halving.read(Path(store)).values())
+        folder = Path(files) if files else later.studies_tuned.FOLDER
+        Path(page).write_text(later.studies_halving.page(lines, command))
+        written = later.studies_tuned.write(lines, folder)
+        click.echo(f"Written: {page}" + (f", and {len(written)} files in {folder}" if written else ""))
 
 
 def _rungs(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""How sure a figure is: Student's interval over seeds, the bootstrap over clients.
+"""How sure a figure is: Student's interval over seeds, the bootstrap and the signed-rank test over clients.
 
 Clients are the units that were sampled. Rows of one client share its model and its data, so that an interval over
 rows would be far too narrow; resampling whole clients keeps what they share.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import stdtrit
+from scipy.stats import wilcoxon
 
 _CELLS = 1_000_000
 """Size of the largest array that `resampled` makes: its memory does not grow with the number of clients."""
@@ -84,6 +85,15 @@ def bootstrap(
     column = np.asarray(values, np.float64)[:, None]
     weight = np.ones_like(column) if weights is None else np.asarray(weights, np.float64)[:, None]
     return bounds(resampled(column, weight, resamples=resamples, seed=seed)[:, 0], level)
+
+
+def signed_rank(differences: np.ndarray) -> float:
+    """Return the two-sided p-value of Wilcoxon's signed-rank test that differences lie around 0.
+
+    Those of 0 say nothing; where all are, p is 1.
+    """
+    told = differences[differences != 0]
+    return float(wilcoxon(told).pvalue) if len(told) else 1.0
 
 
 def _check(level: float) -> None:

@@ -323,12 +323,12 @@ def to_toml(experiment: Experiment) -> str:
     """Write the description as TOML, which `from_toml` and `metavd run --config` read."""
     values = content(experiment)
     options = values.pop("options")
-    lines = [f"{key} = {_scalar(value)}" for key, value in values.items()]
-    lines += ["", "[options]", *(f"{key} = {_scalar(value)}" for key, value in options.items())]
+    lines = [f"{key} = {toml_value(value)}" for key, value in values.items()]
+    lines += ["", "[options]", *(f"{key} = {toml_value(value)}" for key, value in options.items())]
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """TOML's form of a number, a truth value or a text; JSON's is the same but for texts' rarest escapes."""
     if isinstance(value, float) and value == int(value) and abs(value) < 1e15:
         return f"{value:.1f}"

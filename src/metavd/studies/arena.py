@@ -20,7 +20,9 @@ from ..runs.settings import Experiment, with_settings
 from ..runs.store import Store
 from .lines import Line, read
 from .many import Ended, Share, carry_out, taken
-from .paper.digest import digest
+from .pairs import pair
+from .paper.digest import digest, often
+from .tuned import label, plain
 
 SCOPE = "arena"
 PUBLISHED = {
@@ -36,6 +38,7 @@ def columns() -> list[Column]:
     accuracy, tenth = get("accuracy"), get("percentile_10")
     return [
         *(accuracy.column(part, heading=part) for part in ("test", "unseen")),
+        *(Column(f"{part} last five %", ("last", f"{part}.accuracy"), 100.0) for part in ("test", "unseen")),
         *(tenth.column(part)._replace(title=f"{part} worst tenth %") for part in ("test", "unseen")),
         *(get(name).column("test", heading="test") for name in ("nll", "ece_top1")),
         SENT,
@@ -57,7 +60,8 @@ def tasks(
 
 def one(settings: dict[str, Any], folder: Path, listener: Listener, *, where: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out one run and keep its figures; `where` is what does not change them, such as the device."""
-    result = run(**settings, **where, out=folder, resume=True, listener=listener)
+    looks = often(int(settings["rounds"])) if "rounds" in settings else {}
+    result = run(**plain(settings), **{**looks, **where}, out=folder, resume=True, listener=listener)
     return taken(result, digest(result, Store(folder)))
 
 
@@ -80,14 +84,20 @@ def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
     groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in read(store, SCOPE).values():
-        groups[_setting(line)][_name(line)].append(line)
+        groups[_setting(line)][label(line["settings"])].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
         "    metavd arena --page docs/arena.md\n",
         "*independent*: every client's test rows are dealt alike, whatever it trains on. *consistent*: they have the "
         "labels that its training rows have, in the same shares. Mean over seeds, ± half the width of the 95 % "
-        "interval where there are several; a single seed is a lead, not a result. The best of a column is bold. "
+        "interval where there are several; a single seed is a lead, not a result. The best of a column is bold. *last "
+        "five*: mean of the last five evaluations, a twentieth of the rounds apart in newer runs. *to the first "
+        "row*: how much more (or less) accurate the method is than the table's first, on the same clients with "
+        "the same seed: the mean of the clients' differences weighted by training rows, its 95 % bootstrap interval "
+        "over clients, and the p-value of Wilcoxon's signed-rank test over clients, neither of which knows the noise "
+        "of another training; how many seeds have the sign of the mean does. Runs without it were stored before "
+        "clients were. "
         "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
         "rows), for orientation alone.\n",
     ]
@@ -98,14 +108,10 @@ def page(store: Path) -> str:
 
 def _setting(line: Line) -> str:
     """Return what the runs of a table share, as its title; what has the dataset's default is not named."""
-    e = with_settings(Experiment(), line["settings"])
+    e = with_settings(Experiment(), plain(line["settings"]))
     counts = [(e.rounds, "rounds"), (e.clients, "clients")]
     words = [e.data, e.partition, e.test_rows, *(f"{count:g} {name}" for count, name in counts if count)]
     return ", ".join(filter(None, words))
-
-
-def _name(line: Line) -> str:
-    return str(line["settings"]["method"])
 
 
 def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
@@ -114,18 +120,21 @@ def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
         results = [line["result"] for line in lines if "result" in line]
         rows[method] = [_values(column, results) for column in shown]
     best = [_best(column, [row[i] for row in rows.values()]) for i, column in enumerate(shown)]
-    head = ["method", *(column.title for column in shown), *(["published"] if published else []), "seeds"]
+    order = sorted(rows, key=lambda name: -(rows[name][0] or (-1.0, None))[0])
+    to_first = {part: {name: pair(methods[name], methods[order[0]], part) for name in order[1:]}
+                for part in ("test", "unseen")}  # fmt: skip
+    compared = [part for part, found in to_first.items() if any(found.values())]
+    more = [*(f"{part}, to the first row" for part in compared), *(["published"] if published else []), "seeds"]
+    head = ["method", *(column.title for column in shown), *more]
     text = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    for method in sorted(rows, key=lambda name: -(rows[name][0] or (-1.0, None))[0]):
+    for method in order:
         cells = [
             _cell(column, value, best[i]) for i, (column, value) in enumerate(zip(shown, rows[method], strict=True))
         ]
-        seeds = ", ".join(str(line["seed"]) for line in methods[method])
-        text.append(
-            "| "
-            + " | ".join([f"`{method}`", *cells, *([PUBLISHED.get(method, "")] if published else []), seeds])
-            + " |"
-        )
+        cells += [str(to_first[part].get(method) or "") for part in compared]
+        cells += [PUBLISHED.get(method.split()[0], "")] if published else []
+        cells += [", ".join(str(line["seed"]) for line in methods[method])]
+        text.append("| " + " | ".join([f"`{method}`", *cells]) + " |")
     return "\n".join(text)
 
 

@@ -25,6 +25,7 @@ from ..runs.setup import Data, data_of, prepare
 from ..runs.store import Store
 from .many import Share, carry_out, taken
 from .side import jobs_for
+from .tuned import KEY, Tuned, applied, find_for, label, plain, read, told
 
 Cell = tuple[float, float | None] | None
 """Mean and half width of the 95 % interval over seeds; None where there is no number."""
@@ -100,6 +101,7 @@ def compare(
     experiment: Experiment | None = None,
     listener: Listener | None = None,
     page: tuple[Path, str] | None = None,
+    tuned: str | Path | None = None,
     source: Data | None = None,
     module: nn.Module | Model | None = None,
     **settings: Any,
@@ -109,7 +111,8 @@ def compare(
     `jobs` runs are carried out at once, each in a process of its own; 0 leaves the number to the device, see `side`.
     Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
-    Of a `share` of the runs there is no table: it is empty.
+    `tuned` is a folder of tuned settings (see `tuned`), which methods then have, and rows that say so. Of a `share` of
+    the runs there is no table: it is empty.
     """
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
@@ -118,12 +121,17 @@ def compare(
     settings = {key: value for key, value in settings.items() if key != "method"}
     settings = with_data(settings, (experiment or Experiment()).data, known)
     base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
-    planned: dict[tuple[str, int], dict[str, Any]] = {
-        (method, seed): {"method": method, **_fitting(method, settings, methods), "seed": seed}
+    files = None if tuned is None else read(tuned)
+    chosen = {
+        method: _tuned({"method": method, **_fitting(method, settings, methods)}, base, files, listener)
         for method in methods
+    }
+    planned: dict[tuple[str, int], dict[str, Any]] = {
+        (label(values), seed): {**values, "seed": seed}
+        for values in chosen.values()
         for seed in range(base.seed, base.seed + seeds)
     }
-    experiments = [with_settings(base, values) for values in planned.values()]
+    experiments = [with_settings(base, plain(values)) for values in planned.values()]
     named = with_settings(base, {key: settings[key] for key in ("data", "root", "image_size") if key in settings})
     data = data_of(named, source, listener.note)
     folder = Path(out)
@@ -150,8 +158,8 @@ def compare(
         return {}
     results = {key: ended[key] for key in planned}
     rows = {
-        method: summarize_runs([result for (name, _), result in results.items() if name == method])
-        for method in methods
+        label(values): summarize_runs([result for (name, _), result in results.items() if name == label(values)])
+        for values in chosen.values()
     }
     content = {"columns": [each.title for each in columns(rows)], "rows": rows, "runs": list(results.values())}
     write_atomic(folder / "comparison.json", (json.dumps(content, indent=2) + "\n").encode())
@@ -161,8 +169,20 @@ def compare(
     return rows
 
 
+def _tuned(
+    settings: dict[str, Any], base: Experiment, files: Sequence[Tuned] | None, listener: Listener
+) -> dict[str, Any]:
+    """Return a method's settings with what was chosen for it, and say which file that is."""
+    if files is None:
+        return settings
+    asked = with_settings(base, settings)
+    found = find_for(files, asked)
+    listener.note(told(asked, found))
+    return applied(found, settings)
+
+
 def _place(settings: Mapping[str, Any]) -> str:
-    return f"{settings['method']}/seed-{settings['seed']}"
+    return f"{settings['method']}{'-tuned' if KEY in settings else ''}/seed-{settings['seed']}"
 
 
 def _one(
@@ -174,7 +194,7 @@ def _one(
     data: Data,
     module: nn.Module | Model | None,
 ) -> dict[str, Any]:
-    result = run(base, out=folder, resume=True, listener=listener, source=data, module=module, **settings)
+    result = run(base, out=folder, resume=True, listener=listener, source=data, module=module, **plain(settings))
     return taken(result, result)
 
 

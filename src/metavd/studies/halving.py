@@ -120,6 +120,7 @@ def stretch(about: Line, folder: Path, _: Listener, *, experiments: Mapping[str,
         }
         score = sum(mean[part]["accuracy"] for part in mean) / len(mean)
         line |= {"spec": spec_hash(setup.experiment), **mean, "score": score}
+        line |= {} if about["settings"] else {"options": dict(setup.experiment.options)}  # defaults may change
     return {"result": line | {"seconds": round(time.monotonic() - began, 1)}}
 
 
@@ -203,12 +204,50 @@ def search(
 
 
 def chosen(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
-    """Return the trials of every study and method that came to the last rung, the best one first."""
+    """Return the trials of every study and method that came to the last rung, the best one first.
+
+    Where a method was tuned for several numbers of rounds, the largest counts.
+    """
     found: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: -int(line["of"])):
         if line["round"] == line["of"] and line["score"] is not None:
-            found.setdefault((line["study"], line["method"]), []).append(line)
+            rows = found.setdefault((line["study"], line["method"]), [])
+            if not rows or rows[0]["of"] == line["of"]:
+                rows.append(line)
     return {key: sorted(rows, key=lambda line: -line["score"]) for key, rows in sorted(found.items())}
+
+
+NEAR = 0.01
+"""Scores that differ by less are alike: one seed's noise is no smaller."""
+
+
+def near(best_first: Sequence[Line]) -> list[Line]:
+    """Return those of a method's trials at the last rung that are within a point of the best."""
+    return [line for line in best_first if best_first[0]["score"] - line["score"] <= NEAR]
+
+
+def values_of(line: Line, everything: Iterable[Line]) -> dict[str, Any]:
+    """Return what a trial had of the settings that the method's trials differ in, also where it had the defaults."""
+    if line["settings"]:
+        return dict(line["settings"])
+    options = line.get("options") or methods.resolve(line["method"], {})
+    searched = dict.fromkeys(name for each in everything for name in each["settings"])
+    return {name: options[name] for name in searched if name in options}
+
+
+def ranges(lines: Sequence[Line], everything: Sequence[Line]) -> str:
+    """Say which values some trials have: "lr 0.01..0.03, beta 3.0"."""
+    found: dict[str, set[Any]] = {}
+    for line in lines:
+        for name, value in values_of(line, everything).items():
+            found.setdefault(name, set()).add(value)
+
+    def said(values: set[Any]) -> str:
+        if len(values) > 1 and not any(isinstance(value, str | bool) for value in values):
+            return f"{min(values)}..{max(values)}"
+        return " or ".join(sorted(map(str, values)))
+
+    return ", ".join(f"{name} {said(values)}" for name, values in found.items())
 
 
 def page(lines: Sequence[Line], command: str) -> str:
@@ -219,8 +258,10 @@ def page(lines: Sequence[Line], command: str) -> str:
         f"    {command}", "",
         "*score*: mean of the two accuracies, averaged over the last three evaluations. *defaults*: the score of the",
         "method's defaults at the last rung that they reached, and its round. *within 1 point*: of the trials that",
-        "reached the last rung, how many score within one point of the best. One seed: a difference of a point",
-        "between two trials is no more than noise.", "",
+        "reached the last rung, how many score within one point of the best, and which values those have: how wide the",
+        "optimum is, as far as so few trials show it. One seed: a difference of a point between two trials is no more",
+        "than noise. The choices are also files, `results/tuned/DATA-PARTITION-TESTROWS/METHOD.toml`, for `--tuned` of",
+        "`metavd compare`, `arena` and `paper`, and for `metavd run --config`.", "",
     ]  # fmt: skip
     found = chosen(lines)
     for study in dict.fromkeys(study for study, _ in found):
@@ -233,7 +274,7 @@ def page(lines: Sequence[Line], command: str) -> str:
             f"## {study}", "", f"Seed {seeds}; {where}; {len(made)} rungs.", "",
             "| method | settings | score % | participating % | validation clients % | ECE % | trials | defaults % | "
             "within 1 point |",
-            "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+            "|---|---|---:|---:|---:|---:|---:|---:|---|",
         ]  # fmt: skip
         text += [_row(rows, [line for line in made if line["method"] == method])
                  for (name, method), rows in found.items() if name == study]  # fmt: skip
@@ -248,7 +289,10 @@ def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> str:
     parts = [top[part]["accuracy"] for part in ("valid", "valid_unseen")]
     own = max((line for line in everything if line["trial"] == 0), key=lambda line: line["round"])
     defaults = "diverged" if own["score"] is None else f"{100 * own['score']:.1f} ({own['round']})"
-    near = sum(top["score"] - line["score"] <= 0.01 for line in best_first)
+    close = near(best_first)
     trials = len({line["trial"] for line in everything})
     shares = " | ".join(f"{100 * value:.1f}" for value in (top["score"], *parts, top["valid"]["ece_top1"]))
-    return f"| `{top['method']}` | {settings} | {shares} | {trials} | {defaults} | {near} of {len(best_first)} |"
+    return (
+        f"| `{top['method']}` | {settings} | {shares} | {trials} | {defaults} | "
+        f"{len(close)} of {len(best_first)}: {ranges(close, everything)} |"
+    )

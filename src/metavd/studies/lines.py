@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import methods
+from ..runs.settings import SETTINGS
 from ..runs.store import StoreError
 
 Line = dict[str, Any]
@@ -32,13 +33,19 @@ Line = dict[str, Any]
 def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Add the default of every option, so that neither a dataset's presets nor a later default goes unnoticed.
 
+    Fields have their own types, so that 100 clients of a command line are 100 clients.
+
     Settings without a method have no options: they are about data alone.
     """
     if "method" not in settings:
         return dict(settings)
     known = methods.options_of(settings["method"])
     given = {key: value for key, value in settings.items() if key in known}
-    fields = {key: value for key, value in settings.items() if key not in known}
+    fields = {
+        key: SETTINGS[key].check(value) if key in SETTINGS else value
+        for key, value in settings.items()
+        if key not in known
+    }
     return fields | methods.resolve(settings["method"], given)
 
 

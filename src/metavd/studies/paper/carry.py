@@ -20,7 +20,8 @@ from ...runs.settings import RUNTIME
 from ...runs.store import Store
 from ...schema import nearest
 from ..many import Share, carry_out, taken
-from .digest import digest
+from ..tuned import plain
+from .digest import digest, often
 from .plan import Run, needed, store_file
 from .protocol import PAPER, Protocol
 
@@ -111,8 +112,9 @@ def _carry(runtime: Mapping[str, Any], settings: dict[str, Any], folder: Path, l
     """Carry out one run; see `many.Work`."""
     if "method" not in settings:
         return {"device": "cpu", "result": {"classes": _classes(settings)}}
-    often = {"eval_every": max(1, settings["rounds"] // 20)}
-    result = run(**settings, **(often | dict(runtime)), out=folder, resume=True, listener=listener)
+    result = run(
+        **plain(settings), **(often(settings["rounds"]) | dict(runtime)), out=folder, resume=True, listener=listener
+    )
     return taken(result, digest(result, Store(folder)))
 
 

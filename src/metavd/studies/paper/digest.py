@@ -1,7 +1,8 @@
-"""What the store keeps of a run's result: every figure, in some two kilobytes."""
+"""What the store keeps of a run's result: every figure, and what each client got right, in some three kilobytes."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
     """Return what is kept of a result and of its run's folder; six significant digits, and null for what is no number.
 
     `error` is the accuracy's standard error over clients, `last` the average of the last evaluations, `bins` the
-    paper's reliability diagram of unseen clients.
+    paper's reliability diagram of unseen clients; `clients` are, client by client, training rows, test rows, and how
+    many of those were answered rightly, so that methods can be compared in pairs.
     """
     names = (*figures(), "clients", "samples")
     parts = {part: {name: result[part].get(name) for name in names} for part in ("test", "unseen")}
@@ -35,6 +37,7 @@ def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
         "error": {part: _standard_error(result[part]) for part in parts},
         "last": _average([*evaluations, {**result, "round": result["rounds"]}][-LAST:]),
         "bins": _bins(store),
+        "clients": _clients(store),
     })  # fmt: skip
     return whole
 
@@ -42,6 +45,36 @@ def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
 def dotted(column: Column) -> str:
     """Return the key of a figure in `last`: "test.accuracy"."""
     return ".".join(column.path)
+
+
+def often(rounds: int) -> dict[str, int]:
+    """Return how often runs of a study are looked at, so that `last` averages over the last quarter of the rounds."""
+    return {"eval_every": max(1, rounds // 20)}
+
+
+_MOST = 1000
+"""Clients that a line keeps."""
+
+
+def _clients(store: Store) -> dict[str, dict[str, list[int]]] | None:
+    """Return lists over clients for both groups; None where there are too many for a line, or no file of them."""
+    try:
+        with store.clients.open(newline="") as file:
+            lines = list(csv.DictReader(file))
+    except OSError:
+        return None
+    if len(lines) > _MOST:
+        return None
+    parts = {"test": [line for line in lines if line["unseen"] == "0"],
+             "unseen": [line for line in lines if line["unseen"] == "1"]}  # fmt: skip
+    return {
+        name: {
+            "train": [int(line["train_size"]) for line in part],
+            "rows": [int(line["test_size"]) for line in part],
+            "right": [round(float(line["accuracy"] or 0) * int(line["test_size"])) for line in part],
+        }
+        for name, part in parts.items()
+    }
 
 
 def _bins(store: Store) -> dict[str, Any] | None:

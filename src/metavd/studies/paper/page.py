@@ -10,7 +10,7 @@ from typing import Any
 from ...container import write_atomic
 from ...errors import SpecError
 from ..lines import identity
-from .protocol import PAPER, Protocol, settings_of
+from .protocol import LAST, PAPER, Protocol, settings_of
 from .statistics import Answer, Compared, View, table
 from .tables import MEASURES, Cell, Figure, tables
 
@@ -57,15 +57,22 @@ def _heading(cell: Cell, how: Protocol) -> str:
 
 
 def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
-    headings = [MEASURES[name].title for name in view.table.figures]
-    if view.how.scale == "full":
-        headings = [text for heading in headings for text in (f"{heading}: ours", "paper", "difference")]
+    titles = [MEASURES[name].title for name in view.table.figures]
+    every = [each for answer in view.answers for each in answer.figures]
+    averaged = view.how.last == 1 and any(each.last is not None for each in every)
+    tuned = any(each.untuned is not None for each in every)
+    headings: list[str] = []
+    for title in titles:
+        compared = view.how.scale == "full"
+        headings += [f"{title}: ours" if compared else title, *["last five"] * averaged, *["untuned"] * tuned]
+        headings += ["paper", "difference"] if compared else []
     lines = ["| | " + " | ".join(headings) + " | seeds |", "|---|" + "---:|" * (len(headings) + 1)]
     for answer in answers:
         label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
         parts: list[str] = []
         for each in answer.figures:
             parts += [_ours(each, answer)]
+            parts += [_beside(each.last, each)] * averaged + [_beside(each.untuned, each)] * tuned
             parts += [_theirs(each.figure, about), _difference(each)] if view.how.scale == "full" else []
         failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
         count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
@@ -84,6 +91,10 @@ def _ours(compared: Compared, answer: Answer) -> str:
     half = "" if compared.half is None else f" ± {compared.half:.2f}"
     spread = "" if compared.sd is None else f" (sd {compared.sd:.2f})"
     return _number(compared.ours, signed=compared.figure.name == "gap") + half + spread
+
+
+def _beside(value: float | None, compared: Compared) -> str:
+    return "" if value is None else _number(value, signed=compared.figure.name == "gap")
 
 
 def _theirs(figure: Figure, about: _Notes) -> str:
@@ -154,7 +165,9 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
         "# The paper's tables and ours" + (" (smoke runs)" if how.scale == "smoke" else ""),
         "",
         f'{finished} of {len(needed)} runs are done{failed}; cells without one say "not run". Ours is the mean over '
-        f"seeds {seeds} ± the half width of its 95 % interval (Student's t), where there is more than one.",
+        f"seeds {seeds} ± the half width of its 95 % interval (Student's t), where there is more than one."
+        + (f" *Last five*: mean of the last {LAST} evaluations." if how.last == 1 else "")
+        + (" *Untuned*: the last round of runs at the defaults, where there are some." if how.tuned else ""),
         "",
     ]
     if how.scale == "smoke":
@@ -186,6 +199,8 @@ def _told(how: Protocol) -> str:
         parts.append(f"{how.rounds:,} rounds, unlike the paper")
     for key, values in how.overrides.items():
         parts.append(f"{key}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
-    if not how.overrides:
+    if how.tuned is not None:
+        parts.append("options that tuning chose on validation rows (results/tuned), where it did for the data")
+    elif not how.overrides:
         parts.append("no option changed after validation")
     return "; ".join(parts)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...runs.settings import Experiment, with_settings
 from ..lines import identity, read
-from .protocol import PAPER, Protocol, settings_of
+from ..tuned import told
+from .protocol import PAPER, Protocol, settings_of, tuned_for
 from .tables import cells
 
 
@@ -56,3 +58,22 @@ def needed(
     runs = [Run(key, settings, tuple(who)) for key, (settings, who) in users.items()]
     there = {key for key, line in lines.items() if not (retry and "failed" in line)}
     return Needed(tuple(run for run in runs if run.id in there), tuple(run for run in runs if run.id not in there))
+
+
+def tuned_told(
+    names: Sequence[str],
+    *,
+    how: Protocol = PAPER,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+) -> list[str]:
+    """Say of every method and its data which tuned settings the tables' runs have; nothing where none are asked for."""
+    if how.tuned is None:
+        return []
+    said: dict[str, None] = {}
+    for cell in (cell for name in names for cell in cells(name, rows, columns)):
+        if "method" in cell.settings:
+            asked = {**cell.settings, "test_rows": how.test_rows}
+            about: dict[str, Any] = {key: asked[key] for key in ("method", "data", "partition", "test_rows")}
+            said[told(with_settings(Experiment(), about), tuned_for(asked, how))] = None
+    return list(said)

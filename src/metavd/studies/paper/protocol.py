@@ -12,6 +12,7 @@ from ...data.partition import TEST_ROWS
 from ...errors import SpecError
 from ...runs.settings import RUNTIME, Experiment, read_toml, with_settings
 from ...schema import nearest
+from ..tuned import KEY, Tuned, find, read
 from .tables import Cell
 
 SEED = 777
@@ -43,6 +44,8 @@ class Protocol:
     """Evaluations that a figure is the average of: 1, the paper's, or `LAST`."""
     rounds: int = 0
     """Rounds of training; 0: as many as the paper's, 1,000."""
+    tuned: tuple[Tuned, ...] | None = None
+    """What tuning chose, for the cells that have some; None: nothing is asked of it."""
 
 
 PAPER = Protocol()
@@ -56,8 +59,14 @@ def protocol(
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     last: int = 1,
     rounds: int = 0,
+    tuned: str | Path | None = None,
 ) -> Protocol:
-    """Return a protocol, or say in one sentence what is wrong with it; `seeds` is how many from 777 on, or which."""
+    """Return a protocol, or say in one sentence what is wrong with it; `seeds` is how many from 777 on, or which.
+
+    `tuned` is a folder of tuned settings, see `studies.tuned`.
+    """
+    if overrides and tuned is not None:
+        raise SpecError("overrides and tuned settings both choose options; give one of the two")
     if scale not in SCALES:
         raise SpecError(f"scale is {scale!r}; {nearest(scale, SCALES)}")
     if test_rows not in TEST_ROWS:
@@ -71,7 +80,8 @@ def protocol(
         with_settings(Experiment(), {"seed": seed})
     if rounds:
         with_settings(Experiment(), {"rounds": rounds})
-    return Protocol(scale, chosen, test_rows, _checked(overrides or {}), last, rounds)
+    files = None if tuned is None else read(tuned)
+    return Protocol(scale, chosen, test_rows, _checked(overrides or {}), last, rounds, files)
 
 
 def overrides_from(path: Path) -> dict[str, dict[str, Any]]:
@@ -111,11 +121,21 @@ def settings_of(cell: Cell, seed: int = SEED, how: Protocol = PAPER) -> dict[str
         small = {key: value for key, value in _SMOKE_FIELDS.items() if key in settings and how.scale == "smoke"}
         return settings | small | {"seed": seed}
     settings |= {"test_rows": how.test_rows} | _chosen(settings, how.overrides)
+    found = tuned_for(settings, how)
+    if found is not None:
+        settings |= {**found.settings, KEY: found.name}
     if how.scale == "smoke":
         settings = _smoke(settings)
     if how.rounds:
         settings["rounds"] = how.rounds
     return settings | {"seed": seed}
+
+
+def tuned_for(settings: Mapping[str, Any], how: Protocol) -> Tuned | None:
+    """Return what tuning chose for a run under a protocol, where that is asked for and there is some."""
+    if how.tuned is None:
+        return None
+    return find(how.tuned, settings["method"], settings["data"], settings["partition"], settings["test_rows"])
 
 
 def _chosen(settings: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -133,7 +153,7 @@ def _chosen(settings: Mapping[str, Any], overrides: Mapping[str, Mapping[str, An
 def _smoke(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same cell on digits, as small as its method can be; only the Dirichlet alpha is left of the data."""
     known = methods.options_of(settings["method"])
-    kept = {key: value for key, value in settings.items() if key in {"method", "test_rows", "partition"} | set(known)}
+    kept = {key: value for key, value in settings.items() if key in {"method", "test_rows", "partition", KEY, *known}}
     if kept["partition"] == "natural":
         kept["partition"] = "dirichlet:0.5"
     return kept | _SMOKE_FIELDS | {key: value for key, value in _SMOKE_OPTIONS.items() if key in known}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...evaluate.intervals import interval
 from ..lines import Line, identity, read
 from .digest import NORMAL, dotted
 from .plan import store_file
-from .protocol import PAPER, Protocol, settings_of
+from .protocol import LAST, PAPER, Protocol, settings_of
 from .tables import MEASURES, Cell, Figure, Table, cells, get
 
 _CLIENTS_OF = {"test": ("test",), "unseen": ("unseen",), "gap": ("test", "unseen")}
@@ -32,6 +32,10 @@ class Compared:
     figure: Figure
     ours: float | None
     """Mean over seeds."""
+    last: float | None
+    """The same of the average of the last evaluations, where ours is of the last one alone."""
+    untuned: float | None
+    """The same of runs at the defaults, beside tuned ones."""
     half: float | None
     """Half width of the 95 % interval of that mean; None with one seed."""
     sd: float | None
@@ -97,7 +101,8 @@ def table(
         there = {seed: lines[key] for seed, key in own if key in lines}
         used |= {key: lines[key] for _, key in own if key in lines}
         results = {seed: line["result"] for seed, line in there.items() if "result" in line}
-        compared = tuple(_compare(figure, list(results.values()), how) for figure in cell.figures)
+        before = _untuned(cell, lines, how)
+        compared = tuple(_compare(figure, list(results.values()), how, before) for figure in cell.figures)
         failures = tuple(f"seed {seed}: {line['failed']}" for seed, line in there.items() if "failed" in line)
         answers.append(Answer(cell, compared, tuple(results), failures))
     return View(get(name), how, tuple(answers), used)
@@ -109,22 +114,42 @@ def _value(result: Mapping[str, Any], measure: Column, last: int) -> float | Non
     return number(result, *measure.path)
 
 
-def _compare(figure: Figure, results: Sequence[Mapping[str, Any]], how: Protocol) -> Compared:
+def _untuned(cell: Cell, lines: Mapping[str, Line], how: Protocol) -> list[Mapping[str, Any]]:
+    """Return the results of a cell's runs at the defaults, where the protocol's own runs are tuned ones."""
+    if how.tuned is None:
+        return []
+    names = [identity(settings_of(cell, seed, replace(how, tuned=None)), how.scale) for seed in how.seeds]
+    return [lines[name]["result"] for name in names if name in lines and "result" in lines[name]]
+
+
+def _compare(
+    figure: Figure,
+    results: Sequence[Mapping[str, Any]],
+    how: Protocol,
+    before: Sequence[Mapping[str, Any]] = (),
+) -> Compared:
     measure = MEASURES[figure.name]
+    old = [
+        value * measure.factor for value in (_value(each, measure, how.last) for each in before) if value is not None
+    ]
+    untuned = sum(old) / len(old) if old else None
     values = [_value(result, measure, how.last) for result in results]
     known = [value * measure.factor for value in values if value is not None]
     if not known:
-        return Compared(figure, None, None, None, None, None, "")
+        return Compared(figure, None, None, untuned, None, None, None, None, "")
     mean, half = interval(known)
+    averages = [_value(result, measure, LAST) for result in results if "last" in result and how.last == 1]
+    settled = [value * measure.factor for value in averages if value is not None]
+    last = sum(settled) / len(settled) if len(settled) == len(known) else None
     sd = results[0]["classes"]["sd"] if figure.sd is not None and how.scale == "full" else None
     if how.scale == "smoke":
-        return Compared(figure, mean, half, sd, None, None, "")
+        return Compared(figure, mean, last, untuned, half, sd, None, None, "")
     difference = mean - figure.value
     margin, basis = _margin(figure.name, known, results[0])
     beyond = None if margin is None else abs(difference) > margin + _ROUNDING
     if abs(difference) <= _ROUNDING:
         beyond = False
-    return Compared(figure, mean, half, sd, difference, beyond, basis)
+    return Compared(figure, mean, last, untuned, half, sd, difference, beyond, basis)
 
 
 def _margin(name: str, values: Sequence[float], result: Mapping[str, Any]) -> tuple[float | None, str]:
