@@ -366,6 +366,9 @@ REFUSED = [
     (nn.Sequential(nn.LSTM(4, 4, 2, dropout=0.2), nn.Linear(4, 5)), r"'0' \(LSTM\) has dropout=0\.2 inside"),
     (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 5)), r"'1' \(Dropout\) draws random numbers"),
     (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)), r"'1' \(BatchNorm1d\) mixes rows"),
+    (nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 5)), r"'0' \(LazyLinear\) has no weights yet; call the module once"),
+    (Returns(lambda y: y.softmax(1)), r"ends in a softmax or sigmoid .* must return logits"),
+    (Returns(torch.sigmoid), r"ends in a softmax or sigmoid"),
     (nn.ReLU(), r"has no nn\.Linear or nn\.Conv2d layer"),
 ]  # fmt: skip
 
@@ -375,3 +378,27 @@ def test_refusals_are_sentences(module: nn.Module, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         from_module(module, example=rows(ROW))
     assert "\n" not in str(caught.value)
+
+
+class OneConvBlock(nn.Module):
+    """A block of one convolution with a shortcut beside it, which is called after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut, self.conv = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.conv(x) + self.shortcut(x)).mean((2, 3)))
+
+
+def test_of_two_ways_of_one_length_the_one_with_more_weights_counts() -> None:
+    """A 1x1 shortcut beside a single convolution is no deeper than it, and is called later."""
+    assert from_module(OneConvBlock(), example=rows((3, 8, 8))).variational == ("conv",)
+
+
+def test_an_embedding_that_is_too_small_is_named() -> None:
+    """Ids that the data have and the table has not: a sentence with the number of entries that it needs."""
+    module = nn.Sequential(nn.Embedding(30, 4), nn.Flatten(), nn.Linear(8, 5))
+    with pytest.raises(UserError, match=r"token ids 0 to 49, so that an nn\.Embedding of them needs 50 entries"):
+        from_module(module, example=torch.tensor([[0, 0], [49, 49]]))

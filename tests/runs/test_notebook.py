@@ -1,4 +1,4 @@
-"""In a notebook a run without a listener shows a bar; elsewhere it is silent."""
+"""In a notebook a run without a listener shows a bar; elsewhere it prints what it chose."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from metavd import arrays, run
 from metavd.engine.rounds import Silent
+from metavd.errors import SpecError
 from metavd.runs.notebook import listener
 from metavd.studies.compare import compare
 
@@ -64,14 +66,45 @@ def test_a_note_is_text(shown: list[list[str]], capsys: pytest.CaptureFixture[st
     assert 'value="4" max="9"' in shown[0][-1]
 
 
-def test_elsewhere_a_run_is_silent(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal's IPython, or none, gets no bar; nothing is printed."""
-    assert isinstance(listener(), Silent)
+def test_elsewhere_choices_go_to_standard_error(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal's IPython, or none, gets no bar: what was chosen, below the run's name; nothing where nothing was."""
     python = ModuleType("IPython")
     python.get_ipython = type("TerminalInteractiveShell", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", python)
     run(**SHORT, source=source())
     assert capfd.readouterr() == ("", "")
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    rest = {name: value for name, value in SHORT.items() if name != "width"}
+    run(**rest, source=source(), module=net)
+    assert capfd.readouterr() == ("", "fedavg on arrays, seed 0\n  your network: its output layer is 2\n")
+    run(**rest, source=source(), module=net, listener=Silent())
+    assert capfd.readouterr() == ("", "")
+
+
+class Branching(torch.nn.Module):
+    """Looks at values, which vmap does not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(2, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        return self.head(hidden * 2 if hidden.sum() > 0 else hidden)  # type: ignore[no-any-return]
+
+
+def test_a_network_that_looks_at_values_trains_in_turn(capfd: pytest.CaptureFixture[str]) -> None:
+    """The choice of vmap gives way, and that is said; who asks for vmap is refused in a sentence."""
+    rest = {name: value for name, value in SHORT.items() if name != "width"}
+    rest |= {"batch": 8, "clients": 3, "unseen": 0, "cohort": 3}
+    assert run(**rest, source=source(), module=Branching().requires_grad_(False))["backend"] == "loop"
+    said = capfd.readouterr().err
+    assert "so they train in turn (backend=loop)" in said
+    assert "4 of its tensors have requires_grad=False, but all are trained" in said
+    with pytest.raises(SpecError, match="backend is vmap, but your network cannot run for several clients at once"):
+        run(**rest, source=source(), module=Branching(), backend="vmap")
 
 
 def test_a_plot_shows_itself() -> None:

@@ -2,8 +2,9 @@
 
 Every linear or convolutional layer leaves its mark on what it returns. From the logits the pass is walked backwards,
 as autograd would: the first mark on every way is an output layer, and the layer before it is the one with the longest
-way of layers behind it. A shortcut beside a block is shorter than the block, so it is never taken for the main road;
-the order in which a module registers its layers does not matter.
+way of layers behind it, of several the one with the most weights. A shortcut beside a block is shorter than the block,
+or as long and thinner, so it is never taken for the main road; the order in which a module registers its layers does
+not matter.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..errors import UserError
+
+_SQUASHES = ("SoftmaxBackward0", "SigmoidBackward0")
+"""What autograd calls a last step that makes probabilities of logits."""
 
 
 class Traced(NamedTuple):
@@ -36,6 +40,12 @@ def check_instance(module: Any) -> None:
         raise UserError(f"module is the class {module.__name__}, but must be an instance of it: {module.__name__}(...)")
     if not isinstance(module, nn.Module):
         raise UserError(f"module is a {type(module).__name__}, but must be an nn.Module or what from_module returns")
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+            kind = type(layer).__name__
+            raise UserError(
+                f"layer {name!r} ({kind}) has no weights yet; call the module once on rows, which makes them"
+            )
 
 
 def check_layers(module: nn.Module) -> None:
@@ -106,7 +116,8 @@ def trace(module: nn.Module, layers: Mapping[str, nn.Module], example: Tensor) -
         for node in order
         if node in depth and calls[names[node]] == 1 and uses[id(layers[names[node]].weight)] == 1
     ]
-    deepest = max(own, key=lambda node: (depth[node], order.index(node)), default=None)
+    sizes = {node: layers[names[node]].weight.numel() for node in own}  # type: ignore[operator]
+    deepest = max(own, key=lambda node: (depth[node], sizes[node], order.index(node)), default=None)
     return Traced(head, head if deepest is None else names[deepest], logits.shape[1])
 
 
@@ -120,6 +131,10 @@ def _logits(module: nn.Module, example: Tensor) -> Tensor:
             logits = functional_call(module, given, (example,))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             why = str(error).partition("\n")[0]
+            if isinstance(error, IndexError) and not example.is_floating_point():
+                most = int(example.max())
+                need = f"an nn.Embedding of them needs {most + 1} entries"
+                why = f"{why}; the data have token ids 0 to {most}, so that {need}"
             raise UserError(f"the module cannot take rows of shape {rows}: {why}") from error
         drew = not torch.equal(before, torch.random.get_rng_state())
     if not isinstance(logits, Tensor):
@@ -129,6 +144,11 @@ def _logits(module: nn.Module, example: Tensor) -> Tensor:
         raise UserError(
             f"the module returns shape {tuple(logits.shape)} for {len(example)} rows of shape {rows}, but must return "
             "logits (rows, classes)"
+        )
+    if type(logits.grad_fn).__name__ in _SQUASHES:
+        raise UserError(
+            "the module ends in a softmax or sigmoid and returns probabilities, but must return logits, of which the "
+            "loss takes the softmax itself; remove that last step"
         )
     if drew:
         raise UserError(

@@ -121,6 +121,8 @@ def model_for(e: Any, rows: Any, module: nn.Module | Model | None) -> Model:
 
     dtype = getattr(torch, e.dtype)
     example = torch.zeros(_EXAMPLE, *rows.x.shape[1:], dtype=torch.int64 if rows.tokens else dtype, device=e.device)
+    if rows.tokens and module is not None:
+        example[-1] = rows.tokens - 1  # what an embedding must know too
     if isinstance(module, Model):
         given = module
 

@@ -1,4 +1,4 @@
-"""How a run goes on, in a notebook: a bar with its last figures, and below it what the run chose."""
+"""How a run from Python goes on: in a notebook a bar with its last figures, elsewhere what the run chose, on stderr."""
 
 from __future__ import annotations
 
@@ -16,14 +16,31 @@ _PAUSE = 0.2
 
 
 def listener() -> Listener:
-    """Return who is told of a run that was given no listener: a bar in a notebook, nobody elsewhere."""
-    return Bar() if in_notebook() else Silent()
+    """Return who is told of a run that was given no listener: a bar in a notebook, lines on stderr elsewhere."""
+    return Bar() if in_notebook() else Lines()
 
 
 def in_notebook() -> bool:
     """Whether a notebook's kernel runs this code; IPython is there already if it does."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class Lines(Silent):
+    """Prints what a run chose and what it warns of, below a line that names the run; rounds go by in silence."""
+
+    title = ""
+
+    def start(self, experiment: Any, done: int) -> None:  # noqa: ARG002
+        """Remember the run's name, for its first line."""
+        self.title = _title(experiment)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        if self.title:
+            print(self.title, file=sys.stderr)
+            self.title = ""
+        print(f"  {text}", file=sys.stderr)
 
 
 class Bar:
@@ -33,7 +50,7 @@ class Bar:
         """Begin a bar."""
         shown = import_module("IPython.display")
         self.picture, self.notes = shown.HTML, list[str]()
-        self.title, self.total = f"{experiment.method} on {experiment.data}, seed {experiment.seed}", experiment.rounds
+        self.title, self.total = _title(experiment), experiment.rounds
         self.done, self.loss, self.accuracy, self.drawn = done, "", "", 0.0
         self.place = shown.display(self.picture(self._html()), display_id=True)
 
@@ -66,3 +83,7 @@ class Bar:
         said = html.escape(f"{self.title}: round {self.done} of {self.total}{self.loss}{self.accuracy}")
         below = "".join(f"<br><small>{html.escape(text)}</small>" for text in self.notes)
         return f'<progress value="{self.done}" max="{self.total}"></progress> {said}{below}'
+
+
+def _title(experiment: Any) -> str:
+    return f"{experiment.method} on {experiment.data}, seed {experiment.seed}"

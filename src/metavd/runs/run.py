@@ -54,7 +54,8 @@ def run(
         resume: go on from the last checkpoint in `out`; a finished run is only read, or goes on where `rounds` is more.
         source: your own data, see `metavd.arrays`, or several datasets; by default `data` is read from its files.
         module: your own network, an `nn.Module` or what `from_module` made of one.
-        listener: is told of every round and evaluation; by default a bar shows them in a notebook.
+        listener: is told of every round, evaluation and choice. By default a bar shows them in a notebook; elsewhere
+            choices and warnings go to standard error, and with `engine.rounds.Silent()` nowhere.
         settings: fields of `Experiment` and options of the method.
     """
     listener = listener or notebook.listener()

@@ -26,7 +26,7 @@ from ..engine.kept import started
 from ..engine.machine import tuned
 from ..engine.ranks import Ranks, grain_of, ranked
 from ..engine.schedule import Schedule
-from ..engine.schedule.choice import resolved, schedule
+from ..engine.schedule.choice import resolved, schedule, unmappable
 from ..engine.task import Task, network, task
 from ..errors import SpecError
 from ..models import weights
@@ -132,7 +132,8 @@ def prepare(
         e.backend, e.device, model, federation.source.x.shape[1:], batch=int(e.options.get("batch", 0)),
         cohort=int(e.cohort), one=isinstance(module, Model),
     )  # fmt: skip
-    e = replace(e, backend=backend)
+    apart = "" if module is None else _apart(e, federation.source, model, backend)
+    e = replace(e, backend="loop" if apart else backend)
     rows = pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
     server_rows = torch.from_numpy(federation.server).to(e.device)
     held = (lambda key: rows.inputs(server_rows, key)) if len(federation.server) else None
@@ -144,7 +145,7 @@ def prepare(
     if e.weights:
         notes.append(weights.told(built.model, e.weights, e.weights_content))
     if module is not None:
-        notes.append(_layers_told(built))
+        notes += [_layers_told(built), *_frozen_told(module), *([apart] if apart else [])]
     notes += cost.told(built.model, rows, built.algorithm.train_batches, int(e.cohort))
     here = schedule(e.backend, e.device, 0 if ranks else e.chunk)
     if ranks is not None:
@@ -162,8 +163,32 @@ def _layers_told(built: Task) -> str:
     if noise is None:
         return head
     others = [name for name in model.layers if name not in noise.layers]
-    among = f" of {some(others)}" if others else ""
-    return f"{head}; the posterior is on {', '.join(noise.layers)} (choose another{among} with layers=NAME)"
+    among = f" (choose another of {some(others)} with layers=NAME)" if others else ", the only layer that can carry it"
+    return f"{head}; the posterior is on {', '.join(noise.layers)}{among}"
+
+
+def _frozen_told(module: nn.Module | Model) -> list[str]:
+    """Say that what a user froze is trained all the same."""
+    if isinstance(module, Model):
+        return []
+    frozen = sum(not value.requires_grad for value in module.parameters())
+    what = f"{frozen} of its tensors have requires_grad=False, but all are trained"
+    return [f"your network: {what}; a frozen part belongs into the data, as features"] if frozen else []
+
+
+def _apart(e: Experiment, takes: Source, model: Model, backend: str) -> str:
+    """Say that a user's network is run for one client after the other, where it cannot be for all at once."""
+    dtype = torch.int64 if takes.tokens else getattr(torch, e.dtype)
+    why = (
+        unmappable(model, torch.zeros(1, *takes.x.shape[1:], dtype=dtype, device=e.device)) if backend == "vmap" else ""
+    )
+    if why and e.backend == "vmap":
+        raise SpecError(f"backend is vmap, but your network cannot run for several clients at once ({why}); use loop")
+    return (
+        f"your network cannot run for several clients at once ({why}), so they train in turn (backend=loop)"
+        if why
+        else ""
+    )
 
 
 def _check_privacy(e: Experiment, privacy: Mechanism | None) -> None:

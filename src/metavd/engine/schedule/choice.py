@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.func import vmap as mapped
 from torch.overrides import TorchFunctionMode
 
 from ...core import rng
@@ -68,6 +69,20 @@ def choice(model: Model, shape: Sequence[int], batch: int, cohort: int) -> str:
     """Return "vmap" or "threads" for clients that take steps of `batch` rows (0: all they have), so many a round."""
     light = 0 < 3 * batch * flops(model, shape) <= _LIGHT
     return "vmap" if light and cohort >= _MANY else "threads"
+
+
+def unmappable(model: Model, rows: torch.Tensor) -> str:
+    """Return why a network cannot answer `rows` for several clients at once, under vmap; nothing where it can.
+
+    One that branches on values, takes `.item()` or leaves torch cannot.
+    """
+    params = {name: torch.stack([value, value]) for name, value in model.init(rng.key(0)).items()}
+    try:
+        with torch.no_grad():
+            mapped(lambda own: model.apply(own, rows, None))(params)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0].partition(". ")[0]
+    return ""
 
 
 def resolved(
