@@ -20,7 +20,7 @@ from metavd.runs.store import Store
 
 from .grid import shares
 from .misfortunes import breaks
-from .rehearsal import BOUND, Hang, Outcome, Trial, alarm, forged, wanted
+from .rehearsal import BOUND, DEAD, NAMELESS, Hang, Outcome, Trial, alarm, forged, wanted
 from .stage import CLIENTS, ROUNDS, Fault, Killed, Stage, never
 
 METHOD, AT = "fedavg", 3
@@ -88,7 +88,7 @@ def restart(name: str, how: str) -> Outcome:
                     and name not in str(error)
                     and "holds" not in str(error)
                 ):
-                    complaints.append(f"the refusal does not name the file: {error!s:.200}")
+                    complaints.append(f"{NAMELESS}: the refusal does not name the file: {error!s:.200}")
                 path.write_bytes(before)
             except Exception as error:
                 complaints.append(f"the server broke: {type(error).__name__}: {error!s:.200}")
@@ -96,7 +96,7 @@ def restart(name: str, how: str) -> Outcome:
         store = Store(folder)
         found = store.read_result()["model_sha256"] if not hang and store.is_finished() else "no result"
         everybody = (tuple(range(CLIENTS)),) * ROUNDS
-        complaints += forged(folder, chain=name != "audit.jsonl") if found != "no result" else ["a dead folder"]
+        complaints += forged(folder, chain=name != "audit.jsonl") if found != "no result" else [DEAD]
         wrong = found != wanted(METHOD, 0, everybody)
     return Outcome(trial, True, hang, wrong, 0, tuple(complaints), starts, time.monotonic() - began)
 

@@ -19,7 +19,7 @@ from metavd.flower.config import FederationError, plan
 
 from .grid import FakeGrid, Node
 from .lies import LOOKS
-from .rehearsal import BOUND, Hang, Outcome, Trial, alarm, forged
+from .rehearsal import BOUND, NAMELESS, Hang, Outcome, Trial, alarm, forged
 from .stage import Fault, never
 
 LIAR = 3
@@ -68,7 +68,7 @@ def lie(name: str) -> Outcome:
             with alarm(BOUND):
                 found, out = _run(folder, *LOOKS[name], LIAR + 1)
             if len(out) != 1 or "site 3" not in out[0] or len(out[0]) > 300:
-                complaints.append(f"left out: {out!s:.300}")
+                complaints.append(f"{NAMELESS}: left out: {out!s:.300}")
             complaints += forged(folder)
         except Hang:
             hang = True

@@ -13,7 +13,7 @@ import torch
 from metavd.runs.provenance import commit
 
 from .processes import LONG
-from .rehearsal import BOUND, Outcome
+from .rehearsal import BOUND, DEAD, FORGED, NAMELESS, Outcome
 
 Line = Mapping[str, Any]
 """An outcome in plain values, so that it can travel with a test's report."""
@@ -31,16 +31,19 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 
 def table(lines: Sequence[Line]) -> str:
     """Return the counts by kind."""
-    rows = ["| kind | faults | variants | hangs | wrong models | lost rounds | other complaints | longest |",
-            "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    kinds = (FORGED, DEAD, NAMELESS)
+    heads = ["kind", "faults", "variants", "hangs", "wrong models", "lost rounds", *kinds, "others", "longest"]
+    rows = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for kind in [*dict.fromkeys(each["kind"] for each in lines), ""]:
         mine = [each for each in lines if not kind or each["kind"] == kind]
+        complaints = [text for each in mine for text in each["complaints"] or ([] if each["struck"] else ["no strike"])]
+        counts = [sum(text.startswith(kind) for text in complaints) for kind in kinds]
         rows.append(
             f"| {kind or '**all**'} | {sum(each['struck'] for each in mine)} "
             f"| {len({(each['kind'], each['name']) for each in mine})} "
             f"| {sum(each['hang'] for each in mine)} | {sum(each['wrong_model'] for each in mine)} "
             f"| {sum(each['lost_rounds'] for each in mine)} "
-            f"| {sum(bool(each['complaints']) or not each['struck'] for each in mine)} "
+            f"| {' | '.join(map(str, [*counts, len(complaints) - sum(counts)]))} "
             f"| {max(each['seconds'] for each in mine):.1f} s |"
         )
     return "\n".join(rows)
@@ -72,11 +75,12 @@ def page(lines: Sequence[Line], command: str, seconds: float) -> str:
         "five seconds, as its supervisor would, and `metavd federate run` must answer 0 for a finished run and 1 for",
         "any other. In one process, to be killed is an exception that nobody catches. A start hangs if it lasts",
         f"{BOUND:.0f} s in one process, {LONG:.0f} s with processes.", "",
-        "Of every run that finishes, the files hold neither NaN nor infinity, the figures lie in their ranges, and the",
-        "audit log verifies. A damaged file of a stopped run is refused by its name, and the run goes on once it is",
-        "put back, or goes on at once to the same model. A site that lies about its rows is left out by name and",
-        "reason, and the model is that of the others.", "",
-        table(lines), "", "A fault that did not strike, or was not on record as it must be, is another complaint.",
+        "Of every run that finishes, the files hold neither NaN nor infinity, the figures lie in their ranges, and",
+        "where everybody took part in all rounds they are, client by client, those of a run that nothing happened",
+        "to; otherwise they count as forged. The audit log verifies. A damaged file of a stopped run is refused by its",
+        "name, and the run goes on once it is put back, or goes on at once to the same model. A site that lies about",
+        "its rows is left out by name and reason, and the model is that of the others.", "",
+        table(lines), "", "A fault that did not strike, or was not on record as it must be, is among the others.",
         "", "## What was injected", "", "| kind | variants |", "|---|---|", *variants, "",
         "The short form, one fault of every kind, is `tests/flower/test_faults.py`.", "",
     ])  # fmt: skip

@@ -19,7 +19,7 @@ from metavd.engine.checkpoint import load_checkpoint
 from metavd.flower.local import Local, federation
 from metavd.runs.store import Store
 
-from .rehearsal import STARTS, Outcome, Trial, small_disk, wanted
+from .rehearsal import DEAD, STARTS, Outcome, Trial, small_disk, wanted
 from .stage import METHODS, Fault
 from .waits import silent
 
@@ -264,7 +264,7 @@ def perform(kind: str, name: str, strike: Strike, seed: int) -> Outcome:
             if status != (0 if store.is_finished() else 1) and not hang:
                 complaints.append(f"start {starts} answered {status}: {real.local.log(f'run{starts}')[-400:]}")
         if not store.is_finished():
-            complaints.append(f"the run did not end in {starts} starts: {real.local.log(f'run{starts}')[-400:]}")
+            complaints.append(f"{DEAD}: no end in {starts} starts: {real.local.log(f'run{starts}')[-400:]}")
         lines = store.read_rounds()
         if [line["round"] for line in lines] != list(range(1, rounds + 1)):
             complaints.append(f"rounds on record: {[line['round'] for line in lines]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import json
 import os
@@ -31,7 +32,7 @@ from metavd.runs.setup import prepare, start
 from metavd.runs.store import Store
 
 from .answers import BIG
-from .grid import shares
+from .grid import FakeGrid, shares
 from .stage import CLIENTS, METHODS, OWN, ROUNDS, Fault, Killed, Stage
 
 BOUND = 180.0
@@ -40,6 +41,8 @@ STARTS = 4
 """Starts that a run may need; every fault here comes once."""
 SHORT = {"round-timeout": 1.0, "join-timeout": 4.0}
 PATIENT = {"round-timeout": 30.0, "join-timeout": 30.0}
+FORGED, DEAD, NAMELESS = "forged figures", "dead folders", "nameless refusals"
+"""Kinds of complaints, which begin with one of them; those that begin otherwise are other ones."""
 
 
 class Hang(BaseException):
@@ -191,14 +194,14 @@ def rehearse(trial: Trial) -> Outcome:
                 stage.again()
                 stage.fill(-1)
             if starts == STARTS:
-                complaints.append(f"the run did not end in {STARTS} starts: {said}")
+                complaints.append(f"{DEAD}: the run did not end in {STARTS} starts: {said}")
                 break
         store = Store(folder)
         lines = store.read_rounds()
         finished = not hang and store.is_finished()
         found = store.read_result()["model_sha256"] if finished else "no result"
         wrong = found != wanted(trial.method, trial.seed, cohorts(trial))
-        complaints += [*_recorded(trial, lines), *forged(folder)] if finished else []
+        complaints += [*_recorded(trial, lines), *forged(folder), *_others(trial, folder)] if finished else []
     return Outcome(trial, bool(stage.struck), hang, wrong, lost, tuple(complaints), starts, time.monotonic() - began)
 
 
@@ -210,8 +213,34 @@ def _recorded(trial: Trial, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     if [tuple(line["cohort"]) for line in lines] != list(cohorts(trial)):
         yield f"cohorts on record: {[line['cohort'] for line in lines]}"
     line = lines[trial.round - 1]
-    if trial.fault.named and str(trial.client) not in line["rejected"] | line["why_lost"]:
-        yield f"round {trial.round} does not name client {trial.client}"
+    if trial.fault.named and not (line["rejected"] | line["why_lost"]).get(str(trial.client)):
+        yield f"{NAMELESS}: round {trial.round} does not name client {trial.client} with a reason"
+
+
+@functools.lru_cache(maxsize=16)
+def _honest(method: str, seed: int, rounds: int) -> dict[str, dict[str, str]]:
+    """Return the figures of clients, by client, in a federation that nothing happens to."""
+    calm = Trial(Fault("nothing", "", lambda event: [event.reply], config=(("rounds", rounds),)), method, 1, 0, seed)
+    with tempfile.TemporaryDirectory(prefix="metavd-honest-") as scratch:
+        server.run(FakeGrid(shares(CLIENTS)), plan(calm.config(Path(scratch) / "run")))
+        return _figures(Path(scratch) / "run")
+
+
+def _figures(folder: Path) -> dict[str, dict[str, str]]:
+    with Store(folder).clients.open(newline="") as file:
+        return {row["client"]: row for row in csv.DictReader(file)}
+
+
+def _others(trial: Trial, folder: Path) -> Iterator[str]:
+    """Say whose figures are not those of a calm run of the same model; the failed client's may be left out."""
+    if set(cohorts(trial)) != {tuple(range(CLIENTS))}:
+        return
+    honest = _honest(trial.method, trial.seed, trial.rounds)
+    for client, row in _figures(folder).items():
+        own = client == str(trial.client)
+        for name, value in row.items():
+            if value != honest[client][name] and not (own and not value):
+                yield f"{FORGED}: {name} of client {client} is {value}, not {honest[client][name]}"
 
 
 def forged(folder: Path, *, chain: bool = True) -> Iterator[str]:
@@ -221,11 +250,11 @@ def forged(folder: Path, *, chain: bool = True) -> Iterator[str]:
             for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
                 read_json(text)
         except ValueError as error:
-            yield f"{path.name}: {error}"
+            yield f"{FORGED}: {path.name}: {error}"
     test = Store(folder).read_result()["test"]
     for name, most in (("accuracy", 1.0), ("nll", 28.0), ("brier", 2.0), ("ece", 1.0)):
         if not 0 <= (test.get(name) or 0.0) <= most:
-            yield f"{name} is {test[name]}"
+            yield f"{FORGED}: {name} is {test[name]}"
     log = folder / audit.FILE
     try:
         audit.verify(log, Store(folder).read_result()["audit"] if chain else "")
@@ -240,7 +269,7 @@ def forged(folder: Path, *, chain: bool = True) -> Iterator[str]:
         str(line["client"]) for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "excluded"
     }
     if silent & here - gone and not all(last["refused"].values()):
-        yield f"clients {sorted(silent)} have neither figures nor a reason"
+        yield f"{NAMELESS}: clients {sorted(silent)} have neither figures nor a reason"
 
 
 def trials(repeats: int, seed: int, faults: Sequence[Fault]) -> Iterator[Trial]:
