@@ -7,9 +7,10 @@ import pytest
 
 from metavd.evaluate.figures import Column
 from metavd.evaluate.metrics import interval
+from metavd.report.gains import table as table_of_clients
 from metavd.report.groups import federation, gains, group, tasks
 from metavd.report.read import ReportError, read_run, read_runs
-from metavd.report.summary import columns, domain_columns, estimate, headline_columns, rows
+from metavd.report.summary import away_rows, columns, domain_columns, estimate, headline_columns, rows
 from metavd.runs.settings import RUNTIME, Experiment, spec_hash
 
 
@@ -128,8 +129,8 @@ def test_gains_over_other_clients_are_not_drawn(found):
     over, notes = gains(group(others)[0], "fedavg")
     assert [gain.group.method for gain in over] == ["reptile+metavd+drop"]
     assert len(notes) == 1
-    assert tasks(others) == 2
-    assert tasks(found) == 1
+    assert tasks(group(others)[0]) == 2
+    assert tasks(group(found)[0]) == 1
 
 
 def test_a_baseline_that_was_not_run_is_refused(found):
@@ -186,3 +187,30 @@ def test_domains_have_a_column_each(found):
     assert [cell.value for cell in cells] == ["25.0", "\N{EN DASH}"]
     assert domain_columns(group(found)[0]) == []
     assert isinstance(pair[0], Column)
+
+
+def test_clients_that_are_left_out_in_turn_make_one_group(found):
+    """Who is left out is like another seed: one row a method, the same task, a column of accuracy on each of them."""
+    away = [
+        replace(changed(run, unseen=unseen), folder=run.folder / unseen)
+        for run in found
+        if run.seed == 0 and run.method != "reptile"
+        for unseen in ("client:north", "south")
+    ]
+    groups, notes = group(away)
+    assert notes == []
+    assert [(each.name, each.left_out) for each in groups] == [
+        ("fedavg", ["north", "south"]), ("reptile+metavd+drop", ["north", "south"]),
+    ]  # fmt: skip
+    assert tasks(groups) == 1
+    assert tasks([groups[0], group(away[2:3])[0][0]]) > 1  # one of them without south
+    table = away_rows(groups)
+    assert [[cell.value for cell in row] for row in table] == [
+        [f"{100 * each.runs[0].number('unseen', 'accuracy'):.1f}"] * 2 for each in groups
+    ]
+    assert [one["name"] for one in table_of_clients(groups)["sets"]] == [
+        "seed 0, without north",
+        "seed 0, without south",
+    ]
+    assert away_rows(group(found)[0]) == []
+    assert all(not each.left_out for each in group(away[::2])[0])  # the same one in all runs

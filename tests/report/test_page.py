@@ -199,3 +199,19 @@ def test_what_was_spent_of_privacy_stands_in_the_table(one, edited, tmp_path):
     assert ">epsilon</th>" in text
     assert ">7.99" in text
     assert 'colspan="3">Cost</th>' in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_page_of_clients_left_out_in_turn(one, tmp_path):
+    """One row for the method, accuracy on each client, who was left out in every run's line, and no warning."""
+    for name in ("north", "south <b>"):
+        folder = Path(shutil.copytree(one, tmp_path / "runs" / name))
+        config = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(re.sub(r"(?m)^unseen = .*$", f'unseen = "client:{name}"', config))
+    assert write_report([tmp_path / "runs"], tmp_path / "report.html") == []
+    text = html.unescape((tmp_path / "report.html").read_text())
+    assert "2 clients left out in turn" in text
+    assert re.search(r'id="left-out">\s*<thead><tr><th class="first">method</th><th>north</th><th>south <b></th>', text)
+    assert "<td>0, without north</td>" in text
+    assert "seed-0-without-south-b" in text
+    assert "Mean over runs" in text

@@ -205,3 +205,16 @@ def test_inline_drops_what_would_leak_into_the_page():
     assert "style>" not in svg
     assert "metadata" not in svg
     assert "width" not in svg
+
+
+def test_one_evaluation_makes_no_curve_and_shares_end_at_100(runs):
+    """A point for each method stands in the table; where there are curves, a panel of per cents shows none beyond."""
+    found = read_runs([runs])[0]
+    once = [replace(run, rounds=[{**row, "test": {}, "unseen": {}} for row in run.rounds]) for run in found]
+    assert [picture.name for picture in curves.learning(group(once)[0])] == ["curve-loss"]
+    right = [replace(run, result={**run.result, "test": {"accuracy": 1.0}}) for run in found]
+    picture = next(curves.learning(group(right)[0]))
+    assert picture.name == "curve-accuracy-test"
+    low, high = picture.figure.axes[0].get_ylim()
+    assert 100 < high <= 102
+    assert low >= -2

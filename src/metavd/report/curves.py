@@ -24,6 +24,8 @@ _NEAR = 0.01
 """Share of a panel's height that two lines must be apart to be told from each other."""
 _PIECE = 3.0
 """Length of a piece of a line that is drawn in turns with others, in widths of the line."""
+_BEYOND = 2.0
+"""Points below 0 % and above 100 % that a panel of shares shows, so that its lines do not run along the edge."""
 _BANDS = 6
 """Up to so many groups show the spread of their seeds; more would only cover each other."""
 
@@ -56,7 +58,7 @@ def learning(groups: Sequence[Group]) -> Iterator[Picture]:
         for part, name in list(parts(groups).items())[: None if shown.headline == "always" else 1]:
             yield from _lines(
                 f"curve-{shown.name}-{part}", f"{shown.heading}: {name} clients", groups,
-                _at(part, shown.name, factor=shown.factor), log=shown.unit != "%",
+                _at(part, shown.name, factor=shown.factor), log=shown.unit != "%", share=shown.unit == "%",
             )  # fmt: skip
     yield from _lines("curve-loss", "Training loss of the cohort", groups, lambda run: recorded(run, "loss"), log=True)
 
@@ -66,7 +68,9 @@ def cost(groups: Sequence[Group]) -> Iterator[Picture]:
     title = "Traffic of a round, MB"
     yield from _lines("cost-traffic", title, groups, lambda run: _scaled(recorded(run, "down", "up"), 1e-6), zero=True)
     title = "Accuracy, %, against MB sent so far"
-    yield from _lines("cost-accuracy", title, groups, _against_traffic, x="MB, both directions, all clients")
+    yield from _lines(
+        "cost-accuracy", title, groups, _against_traffic, x="MB, both directions, all clients", share=True
+    )
     for key, name in (("layer", "of the masked layer"), ("model", "of the whole model")):
         if any(value > 0 for group in groups for value in group.numbers("sparsity", key)):
             title = f"Dropped weights {name}, %"
@@ -112,9 +116,12 @@ def _over_seeds(series: Sequence[Series], *, in_turn: bool) -> tuple[list[float]
 
 def _lines(
     name: str, title: str, groups: Sequence[Group], values: Callable[[Run], Series], *, x: str = "round",
-    log: bool = False, zero: bool = False,
+    log: bool = False, zero: bool = False, share: bool = False,
 ) -> Iterator[Picture]:  # fmt: skip
-    """Draw one line for each group: the mean over its seeds and, of few groups, their range."""
+    """Draw one line for each group: the mean over its seeds and, of few groups, their range.
+
+    Over rounds, a single point for each is no line: it stands in the table.
+    """
     figure, axes = panel(title)
     found: list[tuple[Group, int, tuple[list[float], ...]]] = []
     for group in groups:
@@ -122,7 +129,7 @@ def _lines(
         over = _over_seeds(series, in_turn=x != "round") if series else ([],)
         if over[0]:
             found.append((group, len(series), over))
-    if not found:
+    if not found or (x == "round" and all(len(places) == 1 for *_, (places, *_) in found)):
         return
     drawn = tuple(group for group, *_ in found)
     everything = [value for *_, (_, mean, *_) in found for value in mean]
@@ -144,6 +151,9 @@ def _lines(
         logarithmic(axes, "y")
     if zero:
         axes.set_ylim(0, 1.08 * max(everything) or 1)
+    if share:
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(bottom, -_BEYOND), min(top, 100 + _BEYOND))
     axes.set_xlabel(x)
     if x == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

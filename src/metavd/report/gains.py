@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..evaluate.figures import Figure, of_clients
-from .groups import Gain, Group, federation
+from .groups import Gain, Group, federation, left_out
 from .pictures import INK, PAPER, Picture, logarithmic, panel, short, tag
 from .read import Run
 
@@ -64,7 +64,7 @@ def _by_name(gains: Sequence[Gain], baseline: str, span: tuple[float, float]) ->
     """Draw each client's gain on a line with its name, the unseen ones below."""
     for gain in gains:
         who = sorted(dict.fromkeys(zip(gain.unseen, gain.names, strict=True)))
-        figure, axes = panel(short(gain.group.name, 28), width=2.9, height=1.4 + 0.17 * len(who))
+        figure, axes = panel(short(gain.group.name, 26), width=2.9, height=1.4 + 0.17 * len(who))
         axes.axvline(0, color=INK, linewidth=0.8)
         colour, marker = gain.group.look.colour, gain.group.look.marker
         for point, new, name in zip(gain.points, gain.unseen, gain.names, strict=True):
@@ -88,17 +88,22 @@ def table(groups: Sequence[Group]) -> dict[str, Any]:
         for run in group.runs:
             if run.clients:
                 sets.setdefault(federation(run), []).append((group, run))
-    seeds = [members[0][1].seed for members in sets.values()]
+    places = [_place(*members[0]) for members in sets.values()]
     there = {name for members in sets.values() for _, run in members for each in run.clients for name in each.figures}
     shown = [figure for figure in of_clients() if figure.name in there]
     return {
         "figures": [{"key": figure.name, "name": figure.column().title} for figure in shown],
         "groups": [group.name for group in groups],
         "sets": sorted(
-            (_set(members, shown, alone=seeds.count(members[0][1].seed) == 1) for members in sets.values()),
-            key=lambda each: each["seed"],
+            (_set(members, shown, alone=places.count(_place(*members[0])) == 1) for members in sets.values()),
+            key=lambda each: (each["seed"], each["name"]),
         ),
     }
+
+
+def _place(group: Group, run: Run) -> str:
+    """Return which of its group's runs a run is."""
+    return f"seed {run.seed}" + (f", without {left_out(run)}" if group.left_out else "")
 
 
 def _set(members: Sequence[tuple[Group, Run]], shown: Sequence[Figure], *, alone: bool) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _set(members: Sequence[tuple[Group, Run]], shown: Sequence[Figure], *, alone
         values.append({"group": group.index, **columns})
     return {
         "seed": first.seed,
-        "name": f"seed {first.seed}" if alone else f"seed {first.seed}: {short(names, 60)}",
+        "name": _place(*members[0]) if alone else f"{_place(*members[0])}: {short(names, 60)}",
         "clients": [
             [c.name or c.number, int(c.unseen), c.train_size, c.test_size, _main_label(first, c)] for c in kept
         ],

@@ -1,14 +1,18 @@
-"""Runs that differ only in their seed are one group: one name, one colour, one row, on all of a page."""
+"""Runs that differ only in their seed are one group: one name, one colour, one row, on all of a page.
+
+Where clients were left out by name, each in turn, who it was is like another seed: one group holds them all.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .. import methods
 from ..data.collection import SHOWN
+from ..data.partition import NAMED
 from ..runs.settings import RUNTIME, SETTINGS
 from .read import PARTS, ReportError, Run
 
@@ -27,6 +31,8 @@ _COLOURS = (
 """Of middle lightness, so that they show on light and on dark pages."""
 _GREY = "#858d99"
 _MARKERS = "os^DvPX<>ph"
+_Place = tuple[int, str]
+"""A run's place in its group: its seed, and who was left out by name."""
 Dash = Literal["-", "--", ":", "-."]
 _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 
@@ -42,7 +48,7 @@ class Look:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Runs of one method and one setting, by seed."""
+    """Runs of one method and one setting, by seed and by who was left out."""
 
     index: int
     name: str
@@ -54,20 +60,33 @@ class Group:
         """Return a figure of every run that has it."""
         return [value for run in self.runs if (value := run.number(*path)) is not None]
 
+    @property
+    def left_out(self) -> list[str]:
+        """The clients that were left out by name in some of the runs and not in others."""
+        found = dict.fromkeys(left_out(run) for run in self.runs)
+        return sorted(found) if len(found) > 1 else []
+
+
+def left_out(run: Run) -> str:
+    """Return the clients that a run was told by name to leave out; nothing where it was told their number."""
+    unseen = run.config.get("unseen")
+    return unseen.removeprefix(NAMED) if isinstance(unseen, str) else ""
+
 
 def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group], list[str]]:
     """Sort runs into groups, in the catalogue's order, and say which runs were left out.
 
     The baseline, fedavg or what is asked for, is grey.
     """
-    made: dict[tuple[Any, ...], dict[int, Run]] = {}
+    made: dict[tuple[Any, ...], dict[_Place, Run]] = {}
     notes = []
     for run in runs:
-        what = tuple(sorted((key, repr(value)) for key, value in settings(run).items()))
+        known = settings(run) | ({"unseen": NAMED} if left_out(run) else {})
+        what, place = tuple(sorted((key, repr(value)) for key, value in known.items())), (run.seed, left_out(run))
         same = made.setdefault(what, {})
-        if run.seed in same:
-            notes.append(f"{run.folder} repeats {same[run.seed].folder} (same settings and seed) and is left out")
-        same.setdefault(run.seed, run)
+        if place in same:
+            notes.append(f"{run.folder} repeats {same[place].folder} (same settings and seed) and is left out")
+        same.setdefault(place, run)
     if baseline is not None and baseline not in {run.method for run in runs}:
         there = ", ".join(dict.fromkeys(run.method for run in runs))
         raise ReportError(f"--baseline is {baseline!r}, but no run here has that method; there are {there}")
@@ -79,7 +98,7 @@ def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group]
     for index, (same, name) in enumerate(zip(sets, names, strict=True)):
         method = _first(same).method
         look = Look(_GREY, "o", "-") if method == (baseline or BASELINE) else _look(next(colours))
-        groups.append(Group(index, name, method, tuple(same[seed] for seed in sorted(same)), look))
+        groups.append(Group(index, name, method, tuple(same[place] for place in sorted(same)), look))
     return groups, notes
 
 
@@ -98,7 +117,7 @@ def _look(place: int) -> Look:
     return Look(_COLOURS[place % cycle], _MARKERS[place % cycle], _DASHES[place // cycle % len(_DASHES)])
 
 
-def _first(same: Mapping[int, Run]) -> Run:
+def _first(same: Mapping[_Place, Run]) -> Run:
     return same[min(same)]
 
 
@@ -146,13 +165,19 @@ def federation(run: Run) -> tuple[Any, ...]:
     return (run.seed, content, decided, sizes)
 
 
-def tasks(runs: Sequence[Run]) -> int:
-    """Return how many different tasks the runs solve: data, its content, and how it is dealt, seeds aside."""
+def tasks(groups: Sequence[Group]) -> int:
+    """Return how many different tasks groups solve: data, its content, and how it is dealt, seeds aside."""
     return len({
-        (str(run.config.get("content", "")).partition("/")[0], *(repr(run.config.get(key)) for key in _CLIENTS[:-1]))
-        for run in runs
+        (str(run.config.get("content", "")).partition("/")[0], *_dealt(run, group.left_out))
+        for group in groups
+        for run in group.runs
         if run.config
     })  # fmt: skip
+
+
+def _dealt(run: Run, away: Sequence[str]) -> Iterator[str]:
+    """Yield how a run's data are dealt; `away` are those who are left out in turn."""
+    return (repr(away if away and key == "unseen" else run.config.get(key)) for key in _CLIENTS[:-1])
 
 
 @dataclass(frozen=True, eq=False)

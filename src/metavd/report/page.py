@@ -18,7 +18,7 @@ from ..data.source import SourceError
 from ..evaluate.figures import headline
 from ..version import VERSION
 from . import curves, gains, intervals, personal, reliability, summary
-from .groups import Group, baseline_of, group, parts, settings, tasks
+from .groups import Group, baseline_of, group, left_out, parts, settings, tasks
 from .groups import gains as gains_over
 from .pictures import Picture, looking_alike, publish, slug
 from .read import Run, printable, read_runs
@@ -39,7 +39,7 @@ def write_report(
     runs, notes = read_runs(folders)
     groups, repeated = group(runs, baseline)
     notes = [printable(note) for note in [*notes, *repeated, *(note for run in runs for note in run.notes)]]
-    if tasks(runs) > 1:
+    if tasks(groups) > 1:
         notes.append("These runs do not all have the same data and clients; compare only those that do.")
     place = figure_folder(out, figures)
     with looking_alike():
@@ -114,8 +114,11 @@ def _page(
         width=len(summary.columns("test")),
         rows=summary.rows(groups, summary.headline_columns(groups)),
         over=_over(groups),
+        once=all(len(curves.evaluated(run, "test", "accuracy")) < 2 for run in runs),
         sampled=_samples(groups, "sampled", "These figures, and their intervals over clients, rest on"),
         curve_sampled=_samples(groups, "curve_sampled", "Evaluations before the last rest on"),
+        away=summary.away(groups),
+        away_rows=summary.away_rows(groups),
         domains=domains,
         domain_rows=summary.rows(groups, [column for _, pair in domains for column in pair]),
         drawn=drawn,
@@ -151,6 +154,7 @@ def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
         f"seed{'s' * (len(seeds) != 1)} {shown}",
         f"{each(run.result['rounds'] for run in runs)} rounds",
         f"{' and '.join(known)} clients",
+        *([f"{len(away)} clients left out in turn"] if (away := summary.away(groups)) else []),
         *dict.fromkeys(str(run.config["partition"]) for run in runs if run.config.get("partition")),
     ]
 
@@ -183,6 +187,10 @@ def _settings(groups: Sequence[Group]) -> list[tuple[str, list[str], bool]]:
     rows = []
     for key in keys:
         values = [_text(one[key]) if key in one else NOTHING for one in each]
+        if key == "unseen":
+            values = [
+                f"each of {', '.join(g.left_out)}" if g.left_out else v for g, v in zip(groups, values, strict=True)
+            ]
         known = {value for value in values if value != NOTHING}
         rows.append((key, values, len(known) > 1 or (key in adaptation and NOTHING in values)))
     return rows
@@ -206,11 +214,13 @@ def _made(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _about(group: Group, run: Run) -> dict[str, Any]:
     """Return a run's identity, and the command that repeats it."""
+    away = left_out(run) if group.left_out else ""
+    without = f"-without-{slug(away)}" if away else ""
     again = ["metavd", "run", "--config", str(run.folder / "config.toml"), "--out",
-             f"again/{slug(group.name)}-seed-{run.seed}"]  # fmt: skip
+             f"again/{slug(group.name)}-seed-{run.seed}{without}"]  # fmt: skip
     return {
         "group": group.name,
-        "seed": run.seed,
+        "seed": f"{run.seed}, without {away}" if away else run.seed,
         "folder": printable(str(run.folder)),
         "seconds": NOTHING if (seconds := run.number("seconds")) is None else f"{seconds:.1f}",
         "tested": run.result.get("tested_round", run.result["rounds"]),

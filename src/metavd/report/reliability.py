@@ -54,9 +54,9 @@ def _diagram(group: Group, bins: Bins, said: str) -> Figure:
     """Draw accuracy, split where confidence ends, or filled up to it; and below how many answers each bin has."""
     figure = Figure(figsize=(2.9, 3.3), layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    axes.set_title(short(group.name, 22))
-    axes.set_title(said, loc="right", color=MUTED, weight="normal", size=8.5)
+    axes.set_title(short(group.name, 26))
     middle, width = bars(axes, bins, group.look.colour)
+    axes.text(0.04, 0.96, said, va="top", color=MUTED, size=8.5)
     axes.set_ylabel("accuracy")
     below.bar(middle, 100 * bins.count[bins.count > 0] / bins.count.sum(), width, color=MUTED)
     below.set(xlabel="confidence", ylabel="% of rows")
@@ -89,7 +89,7 @@ def doubts(groups: Sequence[Group], part: str) -> Iterator[Picture]:
             continue
         told = group.numbers(part, "auroc_wrong")
         said = f"AUROC {sum(told) / len(told):.2f}" if told else ""
-        figure, axes = panel(short(group.name, 22), width=2.9, height=2.4)
+        figure, axes = panel(short(group.name, 26), width=2.9, height=2.4)
         for counts, colour, name in ((doubt.right, RIGHT, "right"), (doubt.wrong, WRONG, "wrong")):
             if counts.sum():
                 shares = 100 * counts / counts.sum()
@@ -98,9 +98,8 @@ def doubts(groups: Sequence[Group], part: str) -> Iterator[Picture]:
         axes.set(xlim=(0, doubt.edges[-1]), xlabel="entropy of the answer, nats", ylabel="% of them")
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])
-        axes.set_ylim(0, 1.5 * axes.dataLim.ymax)  # room for the legend
-        axes.legend(loc="upper right")
-        axes.set_title(said, loc="right", color=MUTED, weight="normal", size=8.5)
+        axes.set_ylim(0, 1.7 * axes.dataLim.ymax)  # room for the legend
+        axes.legend(loc="upper right", title=said or None, title_fontsize=8)
         yield Picture(
             f"entropy-{part}-{tag(group)}",
             f"Entropy of right and of wrong answers of {group.name}, {PARTS[part]} clients; {said}",

@@ -7,11 +7,12 @@ has one, the 95 % bootstrap interval over its clients. The two answer different 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..evaluate.figures import EPSILON, SECONDS, SENT, Column, get, headline, number
 from ..evaluate.intervals import interval
-from .groups import Group, parts
+from .groups import Group, left_out, parts
 
 
 def columns(part: str) -> tuple[Column, ...]:
@@ -43,7 +44,7 @@ def estimate(group: Group, column: Column) -> Estimate | None:
     mean, half = interval(values)
     if half is not None:
         return Estimate(mean, mean - half, mean + half, "seeds")
-    bounds = _bounds(group.runs[0].result, column)
+    bounds = _bounds(group.runs[0].result, column) if len(group.runs) == 1 else None
     return Estimate(mean, *bounds, "clients") if bounds else Estimate(mean)
 
 
@@ -93,6 +94,24 @@ def rows(groups: Sequence[Group], wanted: Sequence[Column]) -> list[list[Cell]]:
         [cell(row[place], column, best=best[place][line]) for place, column in enumerate(wanted)]
         for line, row in enumerate(table)
     ]
+
+
+def away(groups: Sequence[Group]) -> list[str]:
+    """Return the clients that were left out in turn, in some group."""
+    return sorted({name for group in groups for name in group.left_out})
+
+
+def away_rows(groups: Sequence[Group]) -> list[list[Cell]]:
+    """Return, for each group, the accuracy on each client that was left out in turn, and its mean over them."""
+    shown = get("accuracy").column("unseen")
+    columns = [
+        rows(
+            [replace(group, runs=tuple(run for run in group.runs if left_out(run) == name)) for group in groups],
+            [shown],
+        )
+        for name in away(groups)
+    ]
+    return [[column[place][0] for column in columns] for place in range(len(groups))] if columns else []
 
 
 def domain_columns(groups: Sequence[Group]) -> list[tuple[str, tuple[Column, ...]]]:

@@ -38,6 +38,7 @@ if (table) {
   const draw = () => {
     const set = data.sets[chosen.set.value];
     const key = chosen.figure.value;
+    const texts = set.clients.some((client) => typeof client[0] === "string") ? [0, 1, 4] : [1, 4];
     const fixed = ["client", "kind", "training rows", "test rows", "main label"];
     const heads = [...fixed, ...set.methods.map((method) => data.groups[method.group])];
     const rows = set.clients.map((client, place) => [
@@ -56,7 +57,7 @@ if (table) {
       cell.scope = "col";
       const press = element("button", text, "sort");
       press.type = "button";
-      if (place === 1 || place === 4) cell.className = "text";
+      if (texts.includes(place)) cell.className = "text";
       if (place === column) cell.setAttribute("aria-sort", sort.down ? "descending" : "ascending");
       press.addEventListener("click", () => { sort.down = place === column && !sort.down; sort.column = place; draw(); });
       cell.append(press);
@@ -66,7 +67,7 @@ if (table) {
       const line = document.createElement("tr");
       row.forEach((value, place) => {
         const text = place >= fixed.length && value !== null ? value.toFixed(decimals(key)) : shown(value);
-        line.append(element("td", text, place === 1 || place === 4 ? "text" : "number"));
+        line.append(element("td", text, texts.includes(place) ? "text" : "number"));
       });
       return line;
     });
