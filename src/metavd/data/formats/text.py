@@ -122,5 +122,5 @@ def _json_lines(path: Path) -> Cells:
             columns.setdefault(key, []).append(value)
         count += 1
     if not count:
-        raise FileError(path, "the file is empty; it must have one JSON object a line.")
+        raise FileError(path, "the file is empty; it must have one JSON object per line.")
     return columns
