@@ -1,4 +1,4 @@
-"""How much memory and time clients cost that are not asked: resident memory and seconds a round, as ratios.
+"""How much memory and time clients cost that are not asked: resident memory and seconds per round, as ratios.
 
     python scripts/bench_data.py --root DIR [--json FILE]
 

@@ -58,7 +58,7 @@ def read(text: str) -> list[dict[str, str]]:
 
 
 def test_from_a_run_to_answers(metavd: Metavd, trained: Path, rows: Path) -> None:
-    """Personalise to a new person's rows, answer them: the file has what Python computes, a line a row."""
+    """Personalise to a new person's rows, answer them: the file has what Python computes, one line per row."""
     done = metavd("personalize", trained, "--data", f"npz:{rows}", "--client", "1", "--out", "mine")
     assert (done.status, done.out) == (0, f"mine: adapted to 20 rows (npz:{rows})\n")
     done = metavd("predict", "mine", "--data", f"npz:{rows}", "--out", "answers.csv")

@@ -66,7 +66,7 @@ def test_row_gradients_reach_the_right_rows():
     assert_close(slope, torch.full_like(table, 0.25))
 
 
-# --- one for all, one a client -------------------------------------------------------------------------------------
+# --- one for all, one per client -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("noise", "first"), [(NOISE, 0.0), (RELEASED, -8.5)])

@@ -370,7 +370,7 @@ def test_loss_is_the_predictive_likelihood_of_the_targets(K):
 @pytest.mark.parametrize(
     ("n", "real", "classes"),
     [(1, 1, 1), (1, 0, 1), (2, 2, 2), (5, 0, 1), (6, 6, 1), (6, 6, 6), (7, 4, 3)],
-    ids=["one row", "one padded row", "one row a class", "all padded", "one class", "no targets", "ragged"],
+    ids=["one row", "one padded row", "one row per class", "all padded", "one class", "no targets", "ragged"],
 )
 @pytest.mark.parametrize("log_average", [False, True])
 @pytest.mark.parametrize("points", [None, 2])

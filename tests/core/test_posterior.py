@@ -53,7 +53,7 @@ def test_rates_of_the_initial_layer():
     [("logvar", "fc.logvar", (3, 2, 5, 5)), ("logalpha", "fc.logalpha", (3, 2, 5, 5)), ("input", "fc.logalpha", (2,))],
 )
 def test_names_and_shapes(kind, entry, shape):
-    """One number a weight, or one an input channel, under the name of what is learned."""
+    """One number per weight, or one per input channel, under the name of what is learned."""
     noise = POSTERIORS[kind](("fc",))
     assert noise.entries("fc", (3, 2, 5, 5)) == {entry: shape}
 

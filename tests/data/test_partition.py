@@ -279,12 +279,12 @@ def test_more_clients_than_rows(spec):
 
 def test_hopeless_dirichlet_ends():
     """The repetition is bounded and ends in a sentence that names alpha, clients and rows."""
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PartitionError, match=r"alpha 0\.01 .* of 20 clients .* 1000 draws over 100 rows"):
         dirichlet(0.01)(np.tile([0, 1], 50), 20, RNG(0), None)
     with pytest.raises(PartitionError, match=r"alpha 0\.1 .* of 5000 clients .* 11 draws over 10000 rows"):
         dirichlet(0.1)(np.tile(np.arange(10), 1000), 5000, RNG(0), None)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -589,7 +589,7 @@ def test_describe_by_hand():
 def test_many_clients_are_quick():
     """10,000 natural clients over 60,000 rows are dealt and described in a moment."""
     source = make(np.tile(np.arange(10), 6000), client=RNG(0).permutation(60000) % 10000)
-    start = time.perf_counter()
+    start = time.process_time()
     describe(federate(source, "natural", clients=9000, unseen=1000, seed=0))
     describe(federate(source, "iid", clients=9000, unseen=1000, test_rows="consistent", seed=0))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10

@@ -17,7 +17,7 @@ from metavd.runs.setup import prepare
 
 
 def test_flops_are_two_a_weight_and_place():
-    """Closed form: a linear layer multiplies and adds once a weight, a convolution once a weight and pixel."""
+    """Closed form: a linear layer multiplies and adds once per weight, a convolution once per weight and pixel."""
     assert flops(from_module(mlp((1, 8, 8), 10, 64)), (1, 8, 8)) == 2 * (64 * 64 + 64 * 32 + 32 * 10)
     convolutions = 9 * 3 * 8 * 32 * 32 + 9 * 8 * 8 * 16 * 16 + 9 * 8 * 8 * 8 * 8
     head = 8 * 4 * 4 * 32 + 32 * 16 + 16 * 10
@@ -68,7 +68,7 @@ def test_a_model_of_the_users_own_is_not_shared_by_threads():
 
 @pytest.mark.parametrize("method", ["fedavg", "reptile+metavd", "maml+metavd", "pfedgp"])
 def test_the_number_of_cores_cannot_be_seen_in_the_bits(method):
-    """Law: with one thread a client, one, two and three workers give the same run to the bit."""
+    """Law: with one thread per client, one, two and three workers give the same run to the bit."""
     before = torch.get_num_threads()
     hashes = set()
     options = {"chains": 2, "sweeps": 1, "limit": 40} if method == "pfedgp" else {}

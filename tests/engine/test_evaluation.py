@@ -215,7 +215,7 @@ def test_keys_of_training_and_evaluation_are_apart(data: Pool) -> None:
     assert not used["train"] & used["personal"]
     assert not used["train"] & used["test"]
     assert not used["personal"] & used["test"]
-    assert len(used["personal"]) == len(used["test"]) == 3 * 6, "one a client and round"
+    assert len(used["personal"]) == len(used["test"]) == 3 * 6, "one per client and round"
     assert rng.fold(rng.key(0), TRAIN, 0, 0) != rng.fold(rng.key(0), PERSONAL, 0, 0)
 
 

@@ -306,9 +306,9 @@ def test_many_clients_are_cheap(clients, rows, classes):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * probs.nbytes
-    began = time.perf_counter()
+    began = time.process_time()  # of this process alone: others may use the machine
     summarize(results)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
 
 
 def test_equal_clients_have_one_accuracy():

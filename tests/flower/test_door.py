@@ -176,7 +176,7 @@ def test_connections_are_counted_by_address_and_cut_when_nothing_is_asked():
         gate = Turnstile(1)
         where = ("10.0.0.7", 1)
         strangers = compat.watched_protocol(
-            lambda *_: gate.enter(where, None), lambda _, carried: gate.leave(where, carried), 0.5
+            lambda *_: gate.enter(where, None), lambda _, carried: gate.leave(where, carried), 2
         )
         config = uvicorn.Config(house, host=HOST, port=0, http=strangers, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
@@ -185,9 +185,10 @@ def test_connections_are_counted_by_address_and_cut_when_nothing_is_asked():
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         first = asyncio.create_task(ends(port))
-        await asyncio.sleep(0.1)
+        while not gate.counts.total():  # the server has seen it
+            await asyncio.sleep(0.01)
         assert (await ends(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))[1] == b""
-        assert 0.4 < (await first)[0] < 10
+        assert 1.9 < (await first)[0] < 15
         assert (await ends(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"))[1].startswith(
             b"HTTP/1.1 200 "
         )

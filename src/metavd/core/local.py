@@ -42,10 +42,6 @@ unchanged = Local(_nothing)
 """Use what was received and kept as it is."""
 
 
-def _everything(name: str) -> bool:  # noqa: ARG001
-    return True
-
-
 def _shared(name: str) -> bool:
     return not name.startswith((OWN, MIX))
 
@@ -62,10 +58,12 @@ def _bind(
     anchor: Params,
     frozen: Sequence[str] = (),
     *,
-    only: Callable[[str], bool] = _everything,
+    only: Callable[[str], bool] | None = None,
 ) -> tuple[Callable[[Params], Tensor], Params]:
     """Return the objective as a function of the trained entries alone, and those entries."""
-    trained = tree.select(_trained(params, frozen), only)
+    trained = _trained(params, frozen)
+    if only is not None:
+        trained = tree.select(trained, only)
     fixed = {name: value for name, value in params.items() if name not in trained}
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
 
@@ -108,12 +106,12 @@ def sgd(
     *,
     lr: float,
     clip: float | None = 5.0,
-    only: Callable[[str], bool] = _everything,
+    only: Callable[[str], bool] | None = None,
     rate: Callable[[str], float] | None = None,
 ) -> Local:
     """Plain gradient descent, one step per batch: w <- w - lr clip(grad), without momentum or weight decay.
 
-    `only` says which entries are trained; the others stay as they are. `rate` gives an entry's gradient a factor.
+    `only` says which entries are trained, by default all; the others stay. `rate` gives an entry's gradient a factor.
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
@@ -146,7 +144,7 @@ def in_turns(
     epochs: int,
     lr: float,
     clip: float | None = 5.0,
-    only: Callable[[str], bool] = _everything,
+    only: Callable[[str], bool] | None = None,
     rate: Callable[[str], float] | None = None,
 ) -> Local:
     """Gradient descent in two phases: for so many passes on the entries `first` names, then on the others.

@@ -264,7 +264,7 @@ def _owners(
     """Return the rows of natural owners, participating, unseen and validation clients in this order, and their names.
 
     The seed says who is what. Owners with names then stand in the order of their names, so that a client's number
-    hangs on the seed as little as it can; those without stand as they were drawn, as ever.
+    depends on the seed as little as it can; those without names stand as they were drawn.
     """
     clients, unseen, watched = counts
     num = sum(counts)

@@ -35,7 +35,7 @@ def dirichlet(alpha: float, *, least: int = 1) -> Partitioner:
         p_k ~ Dirichlet(alpha 1_C) for every class k;  cut its shuffled rows at floor(n_k cumsum(p_k))
 
     The whole draw is repeated until every client has `least` rows; then every client's rows are shuffled. Small alpha:
-    few classes a client, sizes far apart. Flooring costs the first client about half a row a class and gives it to
+    few classes per client, sizes far apart. Flooring costs the first client about half a row per class and gives it to
     the last one: kept, because the paper's partition has it.
 
     The use of the generator depends on the class sizes alone, not on the order of the rows: with

@@ -77,7 +77,7 @@ class Source:
     client: np.ndarray | None
     """(n,) int64, who a row comes from by nature (a writer, a person); None if nobody."""
     mean: tuple[float, ...]
-    """One a channel, or a single one, of `x * scale`."""
+    """One per channel, or a single one, of `x * scale`."""
     std: tuple[float, ...]
     scale: float
     """What takes the stored numbers to about [0, 1]: 1/255 for photographs."""

@@ -1,4 +1,4 @@
-"""Every method by name, one file a family; `catalogue` puts a name together, `parts` is what families share.
+"""Every method by name, one file per family; `catalogue` puts a name together, `parts` is what families share.
 
 A method of one's own is a dataclass of options and a function with a decorator, as in every file here; a package that
 names such a module as an entry point of the group `metavd.methods` makes it known to the command line.

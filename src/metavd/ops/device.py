@@ -38,7 +38,7 @@ def has_kernels(*values: Tensor) -> bool:
 
 def has_float_kernels(*values: Tensor) -> bool:
     """Whether kernels that know float32 alone can compute with these tensors."""
-    return all(value.dtype == torch.float32 for value in values) and has_kernels(*values)
+    return has_kernels(*values) and all(value.dtype == torch.float32 for value in values)
 
 
 def rehearse(function: Callable[[], Any]) -> None:

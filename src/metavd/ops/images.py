@@ -56,14 +56,14 @@ def batches(
     """Return rows (..., B) of a dataset x (N, ...), y (N,) as a network sees them, and their labels.
 
     With keys (...), one per batch, images are cropped and mirrored. `each(rows (B,), key)` is the reference, one batch
-    as a network sees it; where `look` says how all images are normalised, a kernel takes its place. How images lie in
-    memory is left to the device. No derivative; no vmap around it.
+    as a network sees it, or without a key any number of them; where `look` says how all images are normalised, a kernel
+    takes its place. How images lie in memory is left to the device. No derivative; no vmap around it.
     """
     if look is not None and look[1].dtype == torch.float32 and device.has_kernels(x):
         seen, labels = _kernels().images(x, y, rows, keys, look, PAD)
         return seen, labels
-    for _ in range(rows.ndim - 1):
-        each = vmap(each) if keys is not None else vmap(each, (0, None))
+    for _ in range(rows.ndim - 1 if keys is not None else 0):
+        each = vmap(each)
     return each(rows, keys), y[rows]
 
 

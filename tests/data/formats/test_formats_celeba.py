@@ -55,7 +55,7 @@ def test_few_pictures_are_left_out(make, rng, tmp_path):
 
 
 def test_pixels_inside_the_shards(tmp_path, rng):
-    """FederatedScope's shards hold 84 x 84 x 3 numbers a row instead of a name, channels last."""
+    """FederatedScope's shards hold 84 x 84 x 3 numbers per row instead of a name, channels last."""
     image = rng.integers(0, 256, (84, 84, 3))
     shard = {"users": ["1"], "num_samples": [2], "user_data": {"1": {"x": [image.ravel().tolist()] * 2, "y": [0, 1]}}}
     (tmp_path / "celeba" / "all_data").mkdir(parents=True)

@@ -43,7 +43,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 def server():
     handler = type("Handler", (Server,), {})
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     handler.url = f"http://127.0.0.1:{running.server_address[1]}/file.bin"
     yield handler

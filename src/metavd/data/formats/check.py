@@ -168,9 +168,9 @@ def _read(name: str, plan: Plan, report: Report) -> None:
 
 def describe(name: str, place: Path, data: Source) -> Finding:
     """Return a loaded dataset's numbers."""
+    people = None if data.client is None else len(np.unique(data.client))
+    tested = None if data.test is None else int(data.test.sum())
     if data.x.dtype.kind == "S":
-        people = None if data.client is None else len(np.unique(data.client))
-        tested = None if data.test is None else int(data.test.sum())
         return _finding(name, place, data.x, data.y, clients=people, test_rows=tested, like="text")
     axes = (0, *range(2, data.x.ndim))
     # Row by row blocks: a float64 copy of the whole may not fit.
@@ -179,9 +179,7 @@ def describe(name: str, place: Path, data: Source) -> Finding:
     means = np.asarray(sums) / (len(data.x) * int(np.prod(data.x.shape[2:]))) * data.scale
     return _finding(
         name, place, data.x, data.y,
-        means=tuple(float(mean) for mean in means) if data.x.ndim == 4 else (),
-        clients=None if data.client is None else len(np.unique(data.client)),
-        test_rows=None if data.test is None else int(data.test.sum()),
+        means=tuple(float(mean) for mean in means) if data.x.ndim == 4 else (), clients=people, test_rows=tested,
     )  # fmt: skip
 
 

@@ -128,6 +128,15 @@ def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
     return data
 
 
+def read_text(path: Path, limit: int = MAX_FILE, encoding: str = "utf-8") -> str:
+    """Return a whole file of text."""
+    data = read_bytes(path, limit)
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
+
+
 def listing(folder: Path) -> list[Path]:
     """Return what a folder holds, sorted by name, without hidden entries.
 

@@ -67,7 +67,7 @@ def plan_folder(
         x = pictures(files, pair, channels, report)
         client = None if rows[0].client is None else [row.client or "" for row in rows]
         test = np.array([row.test for row in rows]) if split else None
-        # The order of the letters, as ever, so that a folder's classes keep their numbers.
+        # In the order of the letters, so that a folder's classes keep the numbers that they always had.
         classes, y = np.unique([row.label for row in rows], return_inverse=True)
         return None if x is None else source(
             root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist()

@@ -89,7 +89,7 @@ def pixels(path: Path, picture: Any, size: tuple[int, int] | None, channels: int
 
     if picture.mode.startswith(("I", "F")):
         raise FileError(
-            path, f"the picture has mode {picture.mode}, more than 8 bits a pixel; save it with 8 bits, scaled."
+            path, f"the picture has mode {picture.mode}, more than 8 bits per pixel; save it with 8 bits, scaled."
         )
     try:
         if "A" in picture.getbands() or "transparency" in picture.info:

@@ -32,6 +32,7 @@ _SIDE = 28
 _SAYS = {"unit": "pixels 0 to 1", "either": "pixels 0 and 1", "byte": "pixels 0 to 255", "file": "names of files",
          "speech": "speeches", "tweet": "tweets"}  # fmt: skip
 SPEECH, TWEET = "speech", "tweet"
+SPLIT = {"split": "read LEAF's own train/ and test/ even beside all_data/"}
 
 
 class User(NamedTuple):
@@ -78,17 +79,12 @@ class Users(NamedTuple):
 @dataset(
     "femnist",
     "handwriting of 3,550 writers, 28 x 28 pixels, 62 classes; LEAF's JSON shards",
-    options={"split": "read LEAF's own train/ and test/ even beside all_data/"},
+    options=SPLIT,
     defaults=WRITERS,
 )
 def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
     """Find FEMNIST's shards."""
-    shards = find_shards(need_folder(root), "femnist", split)
-    if shards is None:
-        raise SourceError(
-            f"{root}: there are no LEAF shards (femnist/all_data/*.json) in this folder; make them with LEAF's "
-            "data/femnist/preprocess.sh."
-        )
+    shards = need_shards(root, "femnist", split)
 
     def read(report: Report) -> Source | None:
         users = read_shards(shards, report)
@@ -99,6 +95,17 @@ def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
 
 
 # Finding
+
+
+def need_shards(root: Path | str, name: str, split: bool) -> Shards:
+    """Return a dataset's shards, or say how they are made."""
+    shards = find_shards(need_folder(root), name, split)
+    if shards is None:
+        raise SourceError(
+            f"{root}: there are no LEAF shards ({name}/all_data/*.json) in this folder; make them with LEAF's "
+            f"data/{name}/preprocess.sh."
+        )
+    return shards
 
 
 def find_shards(root: Path, name: str, split: bool = False) -> Shards | None:
@@ -183,12 +190,7 @@ def collect(folder: Path, name: str, users: Users, shape: tuple[int, ...], look:
 
 def read_shard(path: Path) -> list[User]:
     """Return the users of one JSON file, in its order."""
-    data = files.read_bytes(path, MAX_SHARD)
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
-    del data
+    text = files.read_text(path, MAX_SHARD)
     try:
         content = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except json.JSONDecodeError as error:

@@ -17,8 +17,8 @@ import numpy as np
 
 from ..source import Source, SourceError
 from ..text import VOCABULARIES, labelled, windows
-from .files import Plan, Report, choice, need_folder, open_stream, refuse
-from .leaf import MAX_SHARD, SPEECH, TWEET, Shards, Users, find_shards, read_shards
+from .files import Plan, Report, choice, open_stream, refuse
+from .leaf import MAX_SHARD, SPEECH, SPLIT, TWEET, Shards, Users, need_shards, read_shards
 from .registry import dataset
 
 _MOODS = {0: "negative", 1: "positive", 4: "positive"}
@@ -30,7 +30,7 @@ _HEAD = 1 << 20
 @dataset(
     "shakespeare",
     "speeches by role, the next of 80 characters; LEAF's JSON shards",
-    options={"split": "read LEAF's own train/ and test/ even beside all_data/"},
+    options=SPLIT,
 )
 def plan_shakespeare(root: Path | str, *, split: bool = False) -> Plan:
     """Find Shakespeare's shards."""
@@ -41,7 +41,7 @@ def plan_shakespeare(root: Path | str, *, split: bool = False) -> Plan:
     "sent140",
     "tweets by user, negative or positive; LEAF's JSON shards",
     options={
-        "split": "read LEAF's own train/ and test/ even beside all_data/",
+        **SPLIT,
         "vocabulary": " or ".join(VOCABULARIES),
         "length": "tokens of a row; 0: as many as the longest tweet, at most 64 words",
     },
@@ -65,12 +65,7 @@ def plan_sent140(root: Path | str, *, split: bool = False, vocabulary: str = "wo
 
 
 def _plan(name: str, root: Path | str, split: bool, kind: str, made: Callable[[Users], Source]) -> Plan:
-    shards = find_shards(need_folder(root), name, split)
-    if shards is None:
-        raise SourceError(
-            f"{root}: there are no LEAF shards ({name}/all_data/*.json) in this folder; make them with LEAF's "
-            f"data/{name}/preprocess.sh."
-        )
+    shards = need_shards(root, name, split)
     if _looks(shards) != kind:
         raise SourceError(f"{shards.folder}: these LEAF shards hold other rows than those of {name}.")
 

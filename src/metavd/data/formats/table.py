@@ -13,13 +13,13 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..source import Source, SourceError
 from ..table import Cells, table
-from .files import GIB, FileError, Plan, plain, read_bytes
+from .files import GIB, FileError, Plan, plain, read_text
 from .registry import dataset
 
 MAX_FILE = 2 * GIB
@@ -39,28 +39,34 @@ def plan_table(root: Path | str, *, label: str = "", client: str = "", test: str
                categories: str = "", name: str = "") -> Plan:  # fmt: skip
     """Find the file; it is read anew every time, because what is learnt of it depends on who trains."""
     path = need_file(root)
+    called = name or path.stem
+
+    def made() -> Source:
+        return table(
+            read_cells(path), label or None, client or None, test=test or None, drop=listed(drop),
+            categories=listed(categories), name=called,
+        )  # fmt: skip
+
+    return read_anew(called, path, made)
+
+
+def read_anew(name: str, path: Path, made: Callable[[], Source]) -> Plan:
+    """Plan a file of which no copy is kept; every fault names the file, in place of the dataset."""
 
     def read(_: Any) -> Source:
-        cells = read_cells(path)
         try:
-            return table(
-                cells, label or None, client or None, test=test or None, drop=listed(drop),
-                categories=listed(categories), name=name or path.stem,
-            )  # fmt: skip
+            return made()
+        except FileError:
+            raise
         except SourceError as error:
-            raise FileError(path, plain_of(error, name or path.stem)) from None
+            raise FileError(path, str(error).removeprefix(f"{name}: ")) from None
 
-    return Plan(name or path.stem, path, (path,), read, keep=False)
+    return Plan(name, path, (path,), read, keep=False)
 
 
 def listed(text: str) -> list[str]:
     """Split a list of columns."""
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def plain_of(error: SourceError, name: str) -> str:
-    """Return what is wrong without the dataset's name, since the file's path comes before it."""
-    return str(error).removeprefix(f"{name}: ")
 
 
 def need_file(root: Path | str) -> Path:
@@ -83,11 +89,7 @@ def read_cells(path: Path) -> Cells:
 
 
 def _csv(path: Path, delimiter: str) -> Mapping[str, list[str]]:
-    data = read_bytes(path, MAX_FILE)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
+    text = read_text(path, MAX_FILE, "utf-8-sig")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     lines: list[list[str]] = []
     try:

@@ -18,7 +18,7 @@ from ..table import Cells, column_name, flags_of
 from ..text import LABEL, NEXT, TASKS, VOCABULARIES, labelled, speeches
 from .files import FileError, Plan, choice, plain, read_bytes
 from .registry import dataset
-from .table import MAX_FILE, SUFFIXES, need_file, plain_of, read_cells
+from .table import MAX_FILE, SUFFIXES, need_file, read_anew, read_cells
 
 JSON = (".jsonl", ".ndjson", ".json")
 _OPTIONS = {
@@ -49,14 +49,6 @@ def plan_text(root: Path | str, *, text: str = "", label: str = "", client: str 
         if not low <= value <= 1 << 16:
             raise SourceError(f"{what} is {value}, but it must be a whole number from {low} to {1 << 16}.")
 
-    def read(_: Any) -> Source:
-        try:
-            return large_enough(made(read_texts(path)), least)
-        except FileError:
-            raise
-        except SourceError as error:
-            raise FileError(path, plain_of(error, called)) from None
-
     def made(cells: Cells) -> Source:
         texts, who = columns_of(cells, called, text or None, client or None)
         if task == NEXT:
@@ -69,7 +61,7 @@ def plan_text(root: Path | str, *, text: str = "", label: str = "", client: str 
         labels = cells[str(classes)]
         return labelled(texts, labels, who, vocabulary=vocabulary or "word", length=length, test=flags, name=called)
 
-    return Plan(called, path, (path,), read, keep=False)
+    return read_anew(called, path, lambda: large_enough(made(read_texts(path)), least))
 
 
 def large_enough(source: Source, least: int) -> Source:
@@ -130,5 +122,5 @@ def _json_lines(path: Path) -> Cells:
             columns.setdefault(key, []).append(value)
         count += 1
     if not count:
-        raise FileError(path, "the file is empty; it must have one JSON object a line.")
+        raise FileError(path, "the file is empty; it must have one JSON object per line.")
     return columns

@@ -146,8 +146,9 @@ def _train(
     algorithm: Algorithm, pool: Pool, received: Params, drawn: Table, round: Tensor
 ) -> list[tuple[Params, Tensor]]:
     """Train a part of a cohort; return what clients end with and their mean losses, in the part's order."""
-    local, steps = algorithm.local, drawn.steps
-    take = mapped(local.take, (0, 0, 0, None), randomness="error")
+    local, steps, number = algorithm.local, drawn.steps, torch.tensor(0)
+    # The step's number is the same for all; as an argument it would cost vmap a second walk through all others.
+    take = mapped(lambda own, batches, start: local.take(own, batches, start, number), randomness="error")
     params = received if local.init is None else mapped(local.init)(received)
     loss = torch.zeros(len(steps), dtype=pool.dtype)
     done: list[tuple[Params, Tensor]] = []
@@ -162,6 +163,7 @@ def _train(
         if active:
             these = (drawn.rows[step, :active], drawn.mask[step, :active], drawn.keys[step, :active])
             batches = batches_of(pool, algorithm.train_batches, these, round, size=drawn.size, told=drawn.about)
-            params, taken = take(params, batches, received, torch.tensor(step))
+            number = torch.tensor(step)
+            params, taken = take(params, batches, received)
             loss = loss + taken
     return done[::-1]  # who took most steps comes first, and was put aside last
