@@ -68,6 +68,17 @@ def markdown(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) 
     return "\n".join([*textwrap.wrap(caption, 120), "", *("| " + " | ".join(cells) + " |" for cells in lines), ""])
 
 
+def into(page: Path, word: str, text: str) -> None:
+    """Write a text into a page, between the marks that hold a word."""
+    begin, end = f"<!-- {word}: written by", f"<!-- end of {word} -->"
+    before, mark, rest = page.read_text(encoding="utf-8").partition(begin)
+    first, last, after = rest.partition(end)
+    if not (mark and last):
+        raise UserError(f"{page} has no marks {begin} ... --> and {end}")
+    head = first.partition("\n")[0]
+    write_atomic(page, f"{before}{mark}{head}\n\n{text}\n{last}{after}".encode())
+
+
 def _carried_out(name: str, table: Table, given: argparse.Namespace) -> None:
     where = {"device": given.device} | ({"root": given.root} if given.root else {})
     work = partial(at_end, where)
@@ -120,13 +131,6 @@ def main(doc: str, tables: Mapping[str, Table], *, store: Path, page: Path, word
         for name in given.tables:
             _carried_out(name, tables[name], given)
         if given.page is not None:
-            begin, end = f"<!-- {word}: written by", f"<!-- end of {word} -->"
-            before, mark, rest = given.page.read_text(encoding="utf-8").partition(begin)
-            first, last, after = rest.partition(end)
-            if not (mark and last):
-                parser.error(f"{given.page} has no marks {begin} ... --> and {end}")
-            head = first.partition("\n")[0]
-            text = f"{before}{mark}{head}\n\n{_written(tables, given.store)}\n{last}{after}"
-            write_atomic(given.page, text.encode())
+            into(given.page, word, _written(tables, given.store))
     except UserError as error:
         parser.error(str(error))

@@ -103,6 +103,20 @@ def test_the_gotchas_of_momentum_and_of_test_rows():
         assert 100 * found == pytest.approx(float(share), abs=0.6)
 
 
+def test_the_noise_of_the_privacy_tables(monkeypatch):
+    """scripts/privacy_table.py gives runs their noise: the least that keeps to each epsilon, as the accountant says."""
+    pytest.importorskip("dp_accounting")
+    from metavd.core.accountant import Mechanism
+
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    made = runpy.run_path(str(ROOT / "scripts" / "privacy_table.py"))
+    for name, setting in (("digits", made["DIGITS"]), ("cifar10", made["CIFAR10"])):
+        counts = {key: setting[key] for key in ("clients", "cohort", "rounds")}
+        for budget, noise in zip(made["EPSILONS"], made["NOISES"][name], strict=True):
+            least = Mechanism(clip=1.0, noise=-1.0, epsilon=budget, delta=made["DELTA"], **counts).found()
+            assert noise == pytest.approx(least, rel=1e-3), (name, budget)
+
+
 def test_some_rules_of_aggregation():
     """docs/aggregation.md: two rules of the table under a sign flip, three seeds, rows dealt both ways."""
     for rule in ("mean", "multi-krum:4"):
@@ -148,12 +162,16 @@ def test_a_page_is_what_its_command_writes(page, command, tmp_path, monkeypatch)
         "perfedavg.py --render --page perfedavg.md",
         "precision.py --render --rounds 100 --seeds 3 --page precision.md",
         "shakespeare.py --page shakespeare.md",
+        "attack_table.py --page aggregation.md",
+        "privacy_table.py --page privacy.md",
     ],
 )
 def test_a_page_is_what_its_script_writes(command, tmp_path, monkeypatch):
     """From the runs in results/, to the letter."""
     script, *_, page = shlex.split(command)
     (tmp_path / "results").symlink_to(ROOT / "results")
+    stale = re.sub(r"(?<=-->\n)\n.*?(?=<!-- end of)", "\n", text(f"docs/{page}"), flags=re.DOTALL)
+    (tmp_path / page).write_text(stale, encoding="utf-8")  # of some pages a script writes a part
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setattr(sys, "argv", shlex.split(command))

@@ -55,7 +55,7 @@ def test_rows_beyond_belief_are_refused(size: str) -> None:
         figures.checked(report(1) | {size: 1001}, MOST)
 
 
-@pytest.mark.parametrize("value", [-3, 2.5, float("inf"), float("nan"), True, "40", [40]])
+@pytest.mark.parametrize("value", [-3, 2.5, float("inf"), float("nan"), True, "40", [40], None])
 @pytest.mark.parametrize("size", ["train_size", "test_size"])
 def test_sizes_that_are_no_counts_are_refused(size: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"claims a {size} of .*whole number"):
@@ -80,3 +80,8 @@ def test_one_client_cannot_lift_the_whole() -> None:
     assert 0.5 <= found["medians"]["accuracy"] <= 0.53
     assert found["accuracy"] < 0.9
     assert figures.loud(dict(enumerate([*honest, figures.checked(report(9) | boast, most)]))) == {4: (400, 10**8)}
+
+
+def test_of_no_rows_there_are_no_figures() -> None:
+    """A site that tested nothing has no accuracy either, whatever it claims."""
+    assert figures.checked(report(1) | {"test_size": 0}, MOST).keys() == {"train_size", "test_size"}

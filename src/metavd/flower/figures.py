@@ -150,7 +150,7 @@ def checked(metrics: Mapping[str, Any], most: Most) -> dict[str, Any]:
     >>> checked({"train_size": 3, "test_size": 2, "accuracy": 7.0, "nll": float("nan"), "extra": 1}, Most(100, 100))
     {'train_size': 3, 'test_size': 2}
     """
-    sizes = {name: metrics.get(name) for name in _SIZES}
+    sizes: dict[str, Any] = {name: metrics.get(name) for name in _SIZES}
     for name, value in sizes.items():
         if type(value) is not int or value < 0:
             raise ValueError(f"it claims a {name} of {value!r:.40}, but a whole number from 0 was expected")
