@@ -50,6 +50,8 @@ VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("reptile+metavd+drop", {"variant": "released"}),
     ("reptile+metavd+drop", {"per": "input", "rate": 0.3}),
     ("reptile+ensemblevd", {"variant": "released"}),
+    ("reptile+ensemblevd", {"spread_by": "hypernetwork"}),
+    ("perfedavg+vd", {"spread_by": "hypernetwork", "clamp": "project"}),
     ("perfedavg+vd", {"variant": "released"}),
     ("perfedavg", {"product": "difference"}),
     ("maml", {"meta_batches": "independent", "adapt_steps": 3}),

@@ -153,7 +153,8 @@ def option(
 def options(schema: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by name; a field that `option` did not make is none.
 
-    The words that a field of a `Literal` type may be are its choices.
+    The words that a field of a `Literal` type may be are its choices. What a dataclass names in `came_later` is a later
+    option of it, also where it inherits the field from one that always had it.
     """
     types = get_type_hints(schema)
     found = {}
@@ -161,9 +162,9 @@ def options(schema: Any) -> Mapping[str, Option]:
         if "option" in each.metadata:
             words = get_args(types[each.name]) if get_origin(types[each.name]) is Literal else None
             default: Any = each.default
-            found[each.name] = Option(
-                each.name, default, **({"choices": words} if words else {}) | each.metadata["option"]
-            )
+            told = ({"choices": words} if words else {}) | each.metadata["option"]
+            later = told["later"] or each.name in getattr(schema, "came_later", ())
+            found[each.name] = Option(each.name, default, **told | {"later": later})
     return MappingProxyType(found)
 
 

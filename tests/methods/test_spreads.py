@@ -226,3 +226,74 @@ def test_rates_of_the_hypernetwork_are_searched_if_asked() -> None:
     more = space(e, {"hyper_lr": "", "embed_lr": ""})
     assert [str(one) for one in more[3:]] == ["0.03,0.1,0.3,0.9"] * 2
     assert dimension(e, "beta", "").values == methods.options_of("reptile+metavd")["beta"].search
+
+
+# --- VD and EnsembleVD by MetaVD's step ------------------------------------------------------------------------------
+
+HYPER: dict[str, Any] = {"spread_by": "hypernetwork"}
+ALONE: dict[str, Any] = {"clients": 1, "unseen": 1, "cohort": 1}
+
+
+@pytest.mark.parametrize("base", ["reptile", "maml"])
+def test_of_one_client_vd_and_ensemblevd_are_metavd(base: str) -> None:
+    """Law: where nobody else is there to share with, or not, the three take the same steps."""
+    options: dict[str, Any] = {"rate": 0.2, "embedding": 3, "beta_ramp": 0.0}
+    found = {}
+    for name, more in (("metavd", {}), ("vd", HYPER), ("ensemblevd", HYPER)):
+        setup = setup_of(f"{base}+{name}", fields=ALONE, **options, **more)
+        state = trained(setup, cohort=1)
+        found[name] = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)
+        first = setup.algorithm.emit.apply(start(setup).params, torch.tensor(0), state.round)
+        assert (found[name]["fc1.logvar"] - first["fc1.logvar"]).abs().max() > 1e-3, "spreads move"
+    for name in ("vd", "ensemblevd"):
+        assert_same(found[name], found["metavd"], within=1e-12)
+
+
+def test_vd_has_one_spread_for_all() -> None:
+    setup = setup_of("reptile+vd", **HYPER)
+    state = trained(setup)
+    sent = known(setup, state.params)
+    assert torch.equal(sent, sent[:1].expand_as(sent))
+    assert torch.equal(setup.algorithm.admit(state.params, state.round, ())["fc1.logvar"], sent[0])
+
+
+def test_vd_learns_by_the_whole_cohort() -> None:
+    """Closed form: hypernetwork and embedding go down sum_i w_i J^T d_i, with MetaVD's rates."""
+    setup = setup_of("fedavg+vd", **HYPER, **FREE, hyper_momentum=0.0, hyper_decay=0.0, embed_decay=0.0, hyper_lr=0.5)
+    state = start(setup)
+    after = trained(setup, rounds=1, cohort=CLIENTS)
+    sent = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)["fc1.logvar"]
+    sizes = torch.tensor([float(len(rows)) for rows in setup.pool.federation.train[:CLIENTS]]).double()
+    received = setup.algorithm.emit.apply(state.params, torch.tensor(0), state.round)
+    turns = [setup.algorithm.local(received, batches_in(setup, state, client))[0] for client in range(CLIENTS)]
+    ended = [each["fc1.logvar"] for each in turns]
+    gap = torch.einsum("c,c...->...", sizes / sizes.sum(), sent - torch.stack(ended))
+    mine = {name: value for name, value in state.params.items() if name.startswith("server.")}
+    _, pull = torch.func.vjp(lambda some: emit.predicted(some, torch.tensor(0)), mine)
+    for name, slope in pull(gap.flatten())[0].items():
+        rate = 0.9 if name == emit.ONE_EMBEDDING else 0.5
+        torch.testing.assert_close(after.params[name], mine[name] - rate * slope, rtol=1e-9, atol=1e-12)
+
+
+def test_ensemblevd_learns_nothing_from_others() -> None:
+    """Law: who did not take part has the spread that it had; a newcomer has the mean of all, as with tables."""
+    setup = setup_of("reptile+ensemblevd", **HYPER)
+    before, after = start(setup), trained(setup, rounds=1)
+    old, new = known(setup, before.params), known(setup, after.params)
+    still = [torch.equal(old[client], new[client]) for client in range(CLIENTS)]
+    assert still.count(False) == 3
+    received = setup.algorithm.admit(after.params, after.round, ())["fc1.logvar"]
+    torch.testing.assert_close(received, new.mean(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["reptile+vd", "maml+ensemblevd", "fedavg+ensemblevd+drop", "fedavg+vd+dp"])
+def test_schedules_agree_on_predicted_spreads(name: str) -> None:
+    options = {"noise": 0.1, "answer_clip": 1.0} if name.endswith("+dp") else {}
+    assert_schedules_agree(setup_of(name, **HYPER, rate=0.2, **options))
+
+
+def test_what_other_parts_had_before_came_later_here() -> None:
+    """Law: MetaVD's options, which its runs are named by, do not rename the runs of VD."""
+    assert not methods.options_of("fedavg+metavd")["hyper_lr"].later
+    assert all(methods.options_of(f"fedavg+{name}")[key].later
+               for name in ("vd", "ensemblevd") for key in ("hyper_lr", "embedding", "spread_by"))  # fmt: skip

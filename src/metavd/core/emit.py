@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, vmap
 from torch.nn import functional
 
 from ..ops.posterior import clamp
@@ -25,9 +26,15 @@ from .types import Admit, Batch, Emit, Model, Objective
 SERVER = "server."
 OWNED = "server.client."
 EMBEDDING = "server.client.embedding"
-HYPER = "server.hyper."
+HYPER, OWN_HYPER = "server.hyper.", "server.client.hyper."
+ONE_EMBEDDING = "server.embedding"
+"""(1, d) in place of a table, where all clients share it."""
+Shares = Literal["network", "all", "nothing"]
+"""What clients share of what predicts their spreads: the network, its input too, or neither."""
 _AVERAGED = 1024
 """Most known clients over which a newcomer's prediction is averaged."""
+_AT_ONCE = 16
+"""Networks of clients that are asked at once."""
 
 
 def shared(model: Model) -> Emit:
@@ -161,8 +168,13 @@ def meta(
     width: int = 200,
     depth: int = 3,
     released: bool = False,
+    shares: Shares = "network",
 ) -> Emit:
     """MetaVD: a hypernetwork predicts each client's spread from the client's learned embedding.
+
+        network    lambda_i = h(e_i)      MetaVD
+        all        lambda_i = h(e)        VD, learned by MetaVD's step: one spread for all
+        nothing    lambda_i = h_i(e_i)    EnsembleVD, learned by MetaVD's step: nothing is learned from other clients
 
     The prediction is a distance from the initial spread, so at the start it is near 0 for everyone. released=True
     repeats the released code's second clamp: h is cut to +-8.5, and the half of that which lies below the layer's own
@@ -176,16 +188,21 @@ def meta(
     def init(key: Tensor) -> Params:
         params = base.init(key)
         like = next(iter(params.values()))
-        params[EMBEDDING] = rng.normal(rng.fold(key, 20_000), [num_clients, embedded], like.dtype)
+        drawn = rng.normal(rng.fold(key, 20_000), [num_clients, embedded], like.dtype)
+        params |= {ONE_EMBEDDING: drawn[:1].clone()} if shares == "all" else {EMBEDDING: drawn}
         for i, (inputs, units) in enumerate(pairwise(widths)):
             for j, (part, shape) in enumerate((("weight", [units, inputs]), ("bias", [units]))):
                 empty = torch.empty(shape, dtype=like.dtype, device=like.device)
-                params[f"{HYPER}{i}.{part}"] = xavier(rng.fold(key, 20_001 + i, j), part, empty)
+                first = xavier(rng.fold(key, 20_001 + i, j), part, empty)
+                if shares == "nothing":
+                    params[f"{OWN_HYPER}{i}.{part}"] = first.expand(num_clients, *shape).contiguous()
+                else:
+                    params[f"{HYPER}{i}.{part}"] = first
         return params
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        output = hypernetwork(params, row(params[EMBEDDING], client))
+        output = predicted(params, client)
         pieces = torch.split(output, [math.prod(shape) for shape in shapes.values()])
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
             if released:
@@ -196,6 +213,17 @@ def meta(
         return received
 
     return Emit(init, apply)
+
+
+def predicted(params: Params, client: Tensor) -> Tensor:
+    """Return what the hypernetwork, the client's own or everyone's, predicts for a client."""
+    own = {
+        HYPER + name.removeprefix(OWN_HYPER): row(table, client)
+        for name, table in params.items()
+        if name.startswith(OWN_HYPER)
+    }
+    given = params[ONE_EMBEDDING][0] if ONE_EMBEDDING in params else row(params[EMBEDDING], client)
+    return hypernetwork(own or params, given)
 
 
 def constant(base: Emit, model: Model, posterior: Posterior, value: float) -> Emit:
@@ -288,6 +316,21 @@ def averaged(emit: Emit) -> Admit:
         others = {name: value for name, value in params.items() if not name.startswith(HYPER)}
         layer = {f"{HYPER}0.{part}": params[f"{HYPER}{last}.{part}"] for part in ("weight", "bias")}
         return emit.apply({**others, **layer, EMBEDDING: units}, only, round)
+
+    return admit
+
+
+def averaged_apart(emit: Emit) -> Admit:
+    """Admit an unseen client with the mean of what the known ones' own networks predict for them; see `averaged`."""
+
+    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
+        only = torch.zeros((), dtype=torch.int64, device=round.device)
+        clients = some_rows(torch.arange(len(params[EMBEDDING]), device=round.device))
+        each = vmap(predicted, (None, 0), chunk_size=_AT_ONCE)(params, clients)
+        mean = each.mean(0, keepdim=True)
+        others = {name: value for name, value in params.items() if not name.startswith(OWN_HYPER)}
+        told = {f"{OWN_HYPER}0.weight": mean.new_zeros(1, mean.shape[1], 1), f"{OWN_HYPER}0.bias": mean}
+        return emit.apply({**others, **told, EMBEDDING: mean.new_zeros(1, 1)}, only, round)
 
     return admit
 

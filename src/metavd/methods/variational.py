@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from .. import core
 from ..errors import SpecError
-from ..schema import option
+from ..schema import option, options
 from .catalogue import extra, regulariser
 from .parts import POSTERIOR, Options, Parts, linear_layers, named
 
 if TYPE_CHECKING:
+    from ..core.emit import Shares
     from ..core.optim import Sgd
     from ..core.posterior import Posterior
     from ..core.types import Algorithm, Emit, Local, Model
@@ -119,8 +120,8 @@ class OwnedOptions(Options):
 
 
 @dataclass(frozen=True)
-class MetaVDOptions(OwnedOptions, PosteriorOptions):
-    """The posterior's, the hypernetwork's and the embeddings'."""
+class HyperOptions(Options):
+    """The hypernetwork's and the embeddings'."""
 
     hyper_width: int = option(200, "hidden units of the hypernetwork", low=1)
     hyper_depth: int = option(3, "hidden layers of the hypernetwork", low=0)
@@ -131,6 +132,22 @@ class MetaVDOptions(OwnedOptions, PosteriorOptions):
     embed_lr: float = option(0.9, "server rate of the embeddings", low=0, offered=_RATES)
     embed_momentum: float = option(0.3, "their momentum", low=0, high=1)
     embed_decay: float = option(5e-4, "their weight decay", low=0)
+
+    @property
+    def hyper_group(self) -> Sgd:
+        """The server's rule for the hypernetwork."""
+        return core.optim.Sgd(self.hyper_lr, self.hyper_momentum, self.hyper_decay)
+
+    @property
+    def embed_group(self) -> Sgd:
+        """The server's rule for the embeddings."""
+        return core.optim.Sgd(self.embed_lr, self.embed_momentum, self.embed_decay)
+
+
+@dataclass(frozen=True)
+class MetaVDOptions(HyperOptions, OwnedOptions, PosteriorOptions):
+    """The posterior's, the hypernetwork's and the embeddings', and a newcomer's."""
+
     newcomer: Literal["mean", "fit", "outputs"] = option(
         "mean",
         "an unseen client's spread: predicted from the mean of the known embeddings, from one fitted to its rows, or "
@@ -146,8 +163,21 @@ class MetaVDOptions(OwnedOptions, PosteriorOptions):
 
 
 @dataclass(frozen=True)
-class EnsembleVDOptions(OwnedOptions, SpreadOptions):
-    """The posterior's, the spread's and those of owned rows."""
+class VDOptions(HyperOptions, SpreadOptions):
+    """The posterior's, the spread's, and the hypernetwork's where there is one."""
+
+    spread_by: Literal["itself", "hypernetwork"] = option(
+        "itself",
+        "a spread is a parameter of the server (spread_lr), or learned by MetaVD's step (hyper_lr, embed_lr): from a "
+        "hypernetwork, of which +vd has one with one embedding, +ensemblevd one for each client",
+        later=True,
+    )
+    came_later: ClassVar[frozenset[str]] = frozenset(options(HyperOptions))
+
+
+@dataclass(frozen=True)
+class EnsembleVDOptions(OwnedOptions, VDOptions):
+    """VD's, and those of owned rows."""
 
 
 def _noise(model: Model, o: PosteriorOptions) -> Posterior:
@@ -206,6 +236,18 @@ def _projected(parts: Parts) -> Parts:
     return replace(parts, finish=told)
 
 
+def _predicted(parts: Parts, o: PosteriorOptions, hyper: HyperOptions, shares: Shares) -> Parts:
+    """A posterior whose spreads a hypernetwork predicts."""
+
+    def extend(base: Emit, model: Model, noise: Posterior) -> Emit:
+        return core.emit.meta(
+            base, model, noise, parts.setting.num_clients, size=hyper.embedding or None, width=hyper.hyper_width,
+            depth=hyper.hyper_depth, released=o.clamp == "released", shares=shares,
+        )  # fmt: skip
+
+    return _posterior(parts, o, extend)
+
+
 def _owned(parts: Parts, o: OwnedOptions, group: Sgd) -> Parts:
     groups = parts.groups | {core.emit.OWNED: group}
     return replace(parts, groups=groups, owned_by_share=o.owned == "share", sparse=o.owned_decay == "sparse")
@@ -217,32 +259,28 @@ def _owned(parts: Parts, o: OwnedOptions, group: Sgd) -> Parts:
 )  # fmt: skip
 def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
     """Each client's spread predicted by a hypernetwork from the client's embedding."""
-    num = parts.setting.num_clients
-    emit, rule = core.emit, core.optim.Sgd
-
-    def extend(base: Emit, model: Model, noise: Posterior) -> Emit:
-        return emit.meta(
-            base, model, noise, num, size=o.embedding or None, width=o.hyper_width, depth=o.hyper_depth,
-            released=o.clamp == "released",
-        )  # fmt: skip
-
-    parts = _posterior(parts, o, extend)
+    emit = core.emit
+    parts = _predicted(parts, o, o, "network")
     if o.admits_by_fitting:
         parts = replace(parts, admit=lambda used, loss: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
     elif o.newcomer == "outputs":
         parts = replace(parts, admit=lambda used, loss: emit.averaged(used))  # noqa: ARG005
-    groups = parts.groups | {"server.hyper.": rule(o.hyper_lr, o.hyper_momentum, o.hyper_decay)}
-    return _owned(replace(parts, groups=groups), o, rule(o.embed_lr, o.embed_momentum, o.embed_decay))
+    groups = parts.groups | {emit.HYPER: o.hyper_group}
+    return _owned(replace(parts, groups=groups), o, o.embed_group)
 
 
 @regulariser(
     "vd", "variational dropout, one set of rates for all", paper="Kingma et al., NeurIPS 2015",
-    options=SpreadOptions, gives=(POSTERIOR,),
+    options=VDOptions, gives=(POSTERIOR,),
 )  # fmt: skip
-def vd(parts: Parts, o: SpreadOptions) -> Parts:
+def vd(parts: Parts, o: VDOptions) -> Parts:
     """One learned spread for all clients."""
-    parts = _posterior(parts, o, core.emit.one_for_all)
-    groups = parts.groups | dict.fromkeys(parts.posterior_entries, o.spread_group)
+    if o.spread_by == "hypernetwork":
+        parts = _predicted(parts, o, o, "all")
+        groups = parts.groups | {core.emit.HYPER: o.hyper_group, core.emit.ONE_EMBEDDING: o.embed_group}
+    else:
+        parts = _posterior(parts, o, core.emit.one_for_all)
+        groups = parts.groups | dict.fromkeys(parts.posterior_entries, o.spread_group)
     # The released code evaluates VD with its own spread, and only the others with a constant.
     return replace(parts, groups=groups, serve=lambda emits: emits)
 
@@ -253,8 +291,11 @@ def vd(parts: Parts, o: SpreadOptions) -> Parts:
 )  # fmt: skip
 def ensemblevd(parts: Parts, o: EnsembleVDOptions) -> Parts:
     """One learned spread for each client."""
-    num = parts.setting.num_clients
-    parts = _posterior(parts, o, lambda base, model, noise: core.emit.one_per_client(base, model, noise, num))
+    num, emit = parts.setting.num_clients, core.emit
+    if o.spread_by == "hypernetwork":
+        parts = replace(_predicted(parts, o, o, "nothing"), admit=lambda used, loss: emit.averaged_apart(used))  # noqa: ARG005
+        return _owned(replace(parts, groups=parts.groups | {emit.OWN_HYPER: o.hyper_group}), o, o.embed_group)
+    parts = _posterior(parts, o, lambda base, model, noise: emit.one_per_client(base, model, noise, num))
     return _owned(parts, o, o.spread_group)
 
 
