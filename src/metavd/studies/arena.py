@@ -120,7 +120,8 @@ def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
         cells = [
             _cell(column, value, best[i]) for i, (column, value) in enumerate(zip(shown, rows[method], strict=True))
         ]
-        seeds = ", ".join(str(line["seed"]) for line in methods[method])
+        used = [str(line["seed"]) for line in methods[method]]
+        seeds = f"{'seeds' if len(used) > 1 else 'seed'} {', '.join(used)}"
         text.append(
             "| "
             + " | ".join([f"`{method}`", *cells, *([PUBLISHED.get(method, "")] if published else []), seeds])
