@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv run test quick lint types imports tests figures coverage docs chromium wheel sbom lock pip-audit format clean
+.PHONY: help venv run test quick lint types imports tests digits figures coverage docs chromium wheel sbom lock pip-audit format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,7 +55,12 @@ imports: venv ## import-linter: imports point one way
 tests: venv chromium ## pytest with doctests; JOBS=2 workers, ARGS="-k maml" is passed on
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 25 $(ARGS)
 
-figures: venv ## run again what the docs' figures take minutes for, and compare; a quarter of an hour
+# Every page with figures of digits follows from this one target; docs/results.md says what writes what.
+digits: venv ## every method on digits again, and all pages and pictures with its figures; JOBS=2 runs at once, half an hour
+	$(BIN)/metavd compare all --seeds 3 --device cpu --jobs $(JOBS) --out runs/digits --page docs/digits.md
+	$(BIN)/python scripts/digits.py runs/digits
+
+figures: venv ## run again what the docs' figures take minutes for, and compare; half an hour
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m figures tests/test_docs_figures.py $(ARGS)
 
 coverage: ## the tests again, a third slower: which lines and branches they run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -21,13 +22,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from metavd import methods
+from metavd.cli import train
 from metavd.cli.terminal import Reporter
 from metavd.data.described import describe
 from metavd.data.partition import federate
 from metavd.data.source import digits
 from metavd.engine.rounds import Record
+from metavd.studies.compare import columns
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--set", "clients=4", "--set", "cohort=2", "--set", "width=8", "--set", "test_share=0.9"]
@@ -834,3 +838,22 @@ def test_few_clients_need_no_cohort(metavd: Metavd) -> None:
     """A dataset's default cohort shrinks to the clients there are; one that was asked for does not."""
     assert metavd("run", "fedavg", "--out", "run", "--rounds", "1", "--set", "clients=3", "test_share=0.9").status == 0
     assert tomllib.loads(Path("run/config.toml").read_text())["cohort"] == 3
+
+
+@pytest.mark.parametrize(("width", "terminal"), [(80, True), (130, True), (80, False)])
+def test_no_number_of_a_comparison_is_cut(width, terminal, monkeypatch):
+    """A narrow terminal has intervals below their means, a wide one beside them; a file is as wide as it must be."""
+    out = io.StringIO()
+    monkeypatch.setattr(train, "console", lambda: Console(file=out, width=width, force_terminal=terminal))
+    half = {"NLL": 1.061, "%": 52.9, "sent": 0.25}
+    row = {each.title: (54.2, half[each.title.split()[-1]]) for each in columns() if each.title != "epsilon"}
+    row |= {each.title: None for each in columns() if each.title not in row}
+    train._print_compared({"fedavg": row, "reptile+metavd": row}, 3)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert "…" not in text
+    assert text.count("± 52.9") == 2 * 4
+    assert text.count("± 1.061") == 2 * 2
+    assert text.count("± 0.25") == 2
+    assert "reptile+metavd " in text
+    assert ("54.2 ± 52.9" in text) == (not terminal or width > 100)
+    assert not terminal or max(map(len, text.splitlines())) <= width

@@ -218,6 +218,19 @@ def test_rows_that_cannot_calibrate(
             ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--client", "0", "--out", "a.csv"],
             "coverage is 0.9, but there are no calibration rows",
         ),
+        (["predict", "RUN", "--data", "digits", "--free", "2"], "free is 2, but sets are made only for a coverage"),
+        (
+            ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--penalty", "0.1"],
+            "penalty is 0.1, but only raps has one; conformal is lac",
+        ),
+        (
+            ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--conformal", "raps", "--penalty", "-1"],
+            "penalty is -1.0, but must be a number from 0",
+        ),
+        (
+            ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--conformal", "raps", "--free", "-1"],
+            "free is -1, but must be a whole number from 0",
+        ),
         (
             ["predict", "RUN", "--data", "digits", "--coverage", "0.9", "--conformal", "top"],
             "conformal is 'top', but must be lac or aps or raps",

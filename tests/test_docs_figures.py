@@ -66,6 +66,14 @@ def test_the_caption_of_the_picture():
     assert re.findall(r"\d+\.\d ± \d+\.\d", caption) == [*test, *unseen]
 
 
+def test_pages_follow_from_docs_digits():
+    """What scripts/digits.py would write from the page is there: the README's rows, the caption, counts and minutes."""
+    for name, expected in runpy.run_path(str(ROOT / "scripts" / "digits.py"))["following"](
+        text("docs/digits.md")
+    ).items():
+        assert text(name) == expected, f"{name} is out of date: run python scripts/digits.py"
+
+
 def test_the_table_of_the_first_run(compared):
     """docs/start.md: what `make run` prints, both methods with seed 0; seconds are the machine's."""
     results = [json.loads((compared / method / "seed-0" / "result.json").read_text()) for method in RUN[::-1]]

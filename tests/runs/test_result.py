@@ -19,6 +19,7 @@ from metavd.engine.rounds import Silent
 from metavd.errors import SpecError, UserError
 from metavd.evaluate.diagnose import diverged
 from metavd.models import module_for
+from metavd.runs.result import Rows
 from metavd.runs.run import run
 from metavd.runs.setup import prepare, start
 from metavd.runs.store import Store, StoreError
@@ -81,6 +82,27 @@ def test_clients_are_rows(result: Any) -> None:
     assert right / sum(row["test_size"] for row in known) == pytest.approx(result["test"]["accuracy_pooled"])
 
 
+def test_a_table_shows_itself(result: Any) -> None:
+    """A line for each client and each round, cells escaped, thirty lines at most."""
+    text = result.clients._repr_html_()
+    assert text.count("<tr>") == 1 + len(result.clients)
+    assert "<th>accuracy</th>" in text
+    assert "<th>loss</th>" in result.history._repr_html_()
+    many = Rows({"name": f"<b>{i}", "figure": i / 3, "gap": None} for i in range(40))._repr_html_()
+    assert many.startswith("<table><tr><th>name</th><th>figure</th><th>gap</th></tr><tr><td>&lt;b&gt;0</td><td>0</td>")
+    assert many.endswith("<td>9.667</td><td></td></tr></table><p>10 more rows</p>")
+
+
+def test_names_that_look_like_numbers_stay_texts(tmp_path: Path) -> None:
+    """A client called 007 is not client 7, whether the run was stored or not."""
+    rng = np.random.default_rng(0)
+    who = np.array(["007", "1e3", "nan"])[np.arange(60) % 3]
+    source = metavd.arrays(rng.normal(size=(60, 3)), np.arange(60) % 2, client=who)
+    for out in (None, tmp_path / "run"):
+        found = run(method="fedavg", source=source, rounds=1, unseen=0, out=out, listener=Silent())
+        assert [row["name"] for row in found.clients] == ["007", "1e3", "nan"]
+
+
 def test_clients_frame(result: Any) -> None:
     pandas = pytest.importorskip("pandas")
     assert isinstance(result.clients_frame(), pandas.DataFrame)
@@ -89,7 +111,7 @@ def test_clients_frame(result: Any) -> None:
 
 def test_without_pandas_a_sentence(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(UserError, match=r"needs pandas; install it, or use \.clients"):
+    with pytest.raises(UserError, match=r"a frame needs pandas; install it, or use the rows"):
         result.clients_frame()
 
 

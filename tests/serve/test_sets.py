@@ -41,6 +41,10 @@ def test_validation_rows_of_the_client_calibrate(tmp_path: Path) -> None:
         "sets for coverage 0.9: RAPS without random numbers, penalty 0.01 for each rank beyond 5, calibrated on "
         f"{len(mine)} rows (validation rows of client 1)"
     ]
+    said.clear()
+    own_way = calibrated(own, 0.9, "raps", penalty=0.1, free=1, note=said.append)
+    assert (own_way.penalty, own_way.free) == (0.1, 1)
+    assert "penalty 0.1 for each rank beyond 1" in said[0]
     rows = (federation.source.x[mine], federation.source.y[mine])
     loaded = Personal.load(own.save(tmp_path / "mine"))
     assert calibrated(loaded, 0.9, "raps", source=rows) == rule

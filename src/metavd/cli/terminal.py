@@ -97,7 +97,10 @@ class Reporter(Shown):
         title = f"{experiment.method} on {experiment.data}, seed {experiment.seed}"
         self.show(title, self.total, done)
         if self.bar is None:
-            self.note(f"{title}: {self.total} rounds" + (f", going on after round {done}" if done else ""))
+            self.note(
+                f"{title}: {self.total} round{'s' * (self.total != 1)}"
+                + (f", going on after round {done}" if done else "")
+            )
 
     def round(self, record: Record) -> None:
         """Move the bar."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.box import SIMPLE
+from rich.measure import Measurement
 from rich.table import Table
 
 from .. import methods as catalogue
@@ -148,15 +150,33 @@ def compare_command(
     if share is not None:
         click.echo(f"This slice is done in {folder}; when all are, the command without --slice shows the table.")
         return
-    table = Table(title=f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    shown = later.studies_compare.columns(rows)
-    for column in shown:
-        table.add_column(column.title, justify="right")
-    for name, row in rows.items():
-        table.add_row(name, *(later.studies_compare.cell(column, row[column.title]) for column in shown))
-    console().print(table)
+    _print_compared(rows, seeds)
     click.echo(f"Files: {folder / 'comparison.md'}, {folder / 'comparison.json'}")
+
+
+def _print_compared(rows: Mapping[str, Mapping[str, Any]], seeds: int) -> None:
+    """Print the table of a comparison; where it is too wide for the terminal, intervals stand below their means."""
+    study, out = later.studies_compare, console()
+    shown = study.columns(rows)
+
+    def table(narrow: bool) -> Table:
+        title = f"mean ± 95 % interval over {seeds} seeds" if seeds > 1 else "one seed"
+        frame = {"box": SIMPLE, "show_lines": True, "padding": (0, 1, 0, 0)} if narrow else {}
+        made = Table(title=title, title_justify="left", **frame)  # type: ignore[arg-type]
+        made.add_column("method", no_wrap=not narrow, overflow="fold")
+        for column in shown:
+            made.add_column(column.title.replace(" ", "\n", 9 if narrow else 1), justify="right", no_wrap=True)
+        for name, row in rows.items():
+            cells = (study.cell(column, row[column.title]) for column in shown)
+            made.add_row(name, *(each.replace(" ±", "\n±") if narrow else each for each in cells))
+        return made
+
+    wide = table(narrow=False)
+    needed = Measurement.get(out, out.options.update(max_width=10_000), wide).maximum
+    narrow = out.is_terminal and needed > out.width
+    if not out.is_terminal:
+        out.width = max(needed, out.width)  # a file has any width
+    out.print(table(narrow=True) if narrow else wide)
 
 
 def _print_left_out(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None:

@@ -69,6 +69,10 @@ def personalize_command(
 )
 @click.option("--conformal", "kind", metavar="lac|aps|raps", help="How sets are made. [default: lac]")
 @click.option(
+    "--penalty", type=float, metavar="P", help="Of raps: what a rank adds to a class's score. [default: 0.01]"
+)
+@click.option("--free", type=int, metavar="K", help="Of raps: how many ranks add nothing. [default: 5]")
+@click.option(
     "--calibrate",
     metavar="ROWS",
     help="Labelled rows of the client for its sets. [default: its validation rows in the run]",
@@ -79,18 +83,19 @@ def personalize_command(
 )
 def predict_command(
     *, place: str, data: str, client: str | None, top: int | None, coverage: float | None, kind: str | None,
-    calibrate: str | None, domain: str | None, root: str | None, device: str | None, out: str | None, **how: Any,
+    penalty: float | None, free: int | None, calibrate: str | None, domain: str | None, root: str | None,
+    device: str | None, out: str | None, **how: Any,
 ) -> None:  # fmt: skip
     """Answer rows: class probabilities, entropy and, where there is a posterior, mutual information.
 
     With --coverage every row also gets a set of classes, from labelled rows that the model has not learnt from.
     """
-    for name, value in (("conformal", kind), ("calibrate", calibrate)):
+    for name, value in (("conformal", kind), ("penalty", penalty), ("free", free), ("calibrate", calibrate)):
         if coverage is None and value is not None:
             raise UserError(f"{name} is {value!r}, but sets are made only for a coverage; add --coverage 0.9")
     kind = kind or "lac"
     if coverage is not None:
-        later.evaluate_conformal.check(coverage, kind)
+        later.evaluate_conformal.check(coverage, kind, penalty, free)
     if out is not None and later.serve_export.check_path(Path(out), later.serve_export.TABLES) == "parquet":
         later.serve_export.need("pyarrow", "parquet", "a .parquet file")
     reporter = Reporter()
@@ -108,7 +113,16 @@ def predict_command(
     told += f", mean entropy {said.entropy.mean():.3f}"
     if coverage is not None:
         rule = later.serve_sets.calibrated(
-            own, coverage, kind, source=calibrate, domain=like, root=root, note=reporter.note, **how
+            own,
+            coverage,
+            kind,
+            source=calibrate,
+            penalty=penalty,
+            free=free,
+            domain=like,
+            root=root,
+            note=reporter.note,
+            **how,
         )
         inside = later.evaluate_conformal.sets(said.probs, rule)
         told += "" if rows.y is None else f", label in set {later.evaluate_conformal.covered(inside, rows.y):.1%}"

@@ -128,9 +128,14 @@ class Table:
         numbers = [column for column in self.columns if column.kept is None]
         words = [column for column in self.columns if column.kept is not None]
         gaps = sum(column.gaps for column in numbers)
-        parts = [f"{len(numbers)} of numbers" + (f" ({gaps} with gaps)" if gaps else "")] if numbers else []
-        parts += [f"{len(words)} of categories"] if words else []
-        text = f"table: columns {' and '.join(parts)} make {len(self.inputs)} inputs, learnt on training rows"
+        counted = [
+            (len(numbers), "of numbers" + (f" ({gaps} with gaps)" if gaps else "")),
+            (len(words), "of categories"),
+        ]
+        parts = [f"{count} column{'s' * (count != 1)} {what}" for count, what in counted if count]
+        verb = "makes" if len(self.columns) == 1 else "make"
+        inputs = f"{len(self.inputs)} input{'s' * (len(self.inputs) != 1)}"
+        text = f"table: {' and '.join(parts)} {verb} {inputs}, learnt on training rows"
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             text += f"; {', '.join(self.left_out[:_SHOWN])}{more} left out, since training rows do not tell them apart"
@@ -259,6 +264,21 @@ def _value(cell: Any) -> Any:
     if isinstance(cell, str):
         return None if cell.strip().lower() in MISSING else cell.strip()
     return cell.item() if isinstance(cell, np.generic) else cell
+
+
+def described(cells: Cells) -> list[str]:
+    """Say of every column what it holds: the range of numbers, or how many different texts, and what is missing."""
+    said = []
+    for name, column in cells.items():
+        values = [_value(cell) for cell in column]
+        known = [value for value in values if value is not None]
+        gaps = f", {len(values) - len(known)} missing" if len(known) < len(values) else ""
+        if known and all(map(_is_number, known)):
+            low, high = min(map(float, known)), max(map(float, known))
+            said.append(f"{name} ({low:g} to {high:g}{gaps})")
+        else:
+            said.append(f"{name} ({len(set(map(str, known)))} different texts{gaps})")
+    return said
 
 
 def _is_number(value: Any) -> bool:

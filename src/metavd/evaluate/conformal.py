@@ -33,7 +33,12 @@ from .scores import checked, one_hot
 
 METHODS = ("lac", "aps", "raps")
 PENALTY, FREE = 0.01, 5
-"""Of RAPS: what a rank costs, and how many cost nothing; the values of Angelopoulos and Bates' introduction (2021)."""
+"""Of RAPS: what a rank costs, and how many cost nothing.
+
+Those of the notebook imagenet-raps beside Angelopoulos and Bates' introduction (arXiv 2107.07511), for 1,000 classes.
+The paper of RAPS, and MAPIE, choose both on rows kept for that: `free` as the rank within which the label lies as often
+as the coverage asks, `penalty` as the one of 0.001, 0.01, 0.1, 0.2, 0.5 with the smallest sets.
+"""
 _ROUNDING = 1e-9
 """Sums of probabilities in another order differ by less; it makes sets larger, never smaller."""
 
@@ -58,12 +63,19 @@ class Rule(NamedTuple):
         return self.threshold < math.inf
 
 
-def check(coverage: float, method: str) -> None:
-    """Refuse a coverage or a method that there is not, before anything is computed."""
+def check(coverage: float, method: str, penalty: float | None = None, free: int | None = None) -> None:
+    """Refuse a coverage, a method, a penalty or a rank that there is not, before anything is computed."""
     if not 0 < coverage < 1:  # also refuses nan
         raise SpecError(f"coverage is {coverage}, but must lie between 0 and 1, both excluded, such as 0.9")
     if method not in METHODS:
         raise SpecError(f"conformal is {method!r}, but must be {' or '.join(METHODS)}")
+    for name, value in (("penalty", penalty), ("free", free)):
+        if value is not None and method != "raps":
+            raise SpecError(f"{name} is {value}, but only raps has one; conformal is {method}")
+    if penalty is not None and not 0 <= penalty < math.inf:
+        raise SpecError(f"penalty is {penalty}, but must be a number from 0")
+    if free is not None and free < 0:
+        raise SpecError(f"free is {free}, but must be a whole number from 0")
 
 
 def place(coverage: float, rows: int) -> int:

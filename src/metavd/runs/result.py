@@ -22,12 +22,39 @@ if TYPE_CHECKING:
     from ..evaluate.metrics import ClientResult
 
 Row = dict[str, Any]
+_SHOWN = 30
+"""Rows of a table that a notebook shows."""
 _PARTS = (("test", "participating"), ("unseen", "never seen"))
 _FIGURES = (
     "test", "unseen", "gap", "gap_interval", "sparsity", "diagnostics", "valid", "tempered", "valid_unseen", "domains",
     "sampled",
 )  # fmt: skip
 """What an evaluation on the way leaves in its round's row; the last one is the result itself."""
+
+
+class Rows(list[Row]):
+    """A table, a mapping for each row; a notebook shows it as one, and `.frame()` is it as a pandas DataFrame."""
+
+    def frame(self) -> Any:
+        """Return the rows as a pandas DataFrame."""
+        try:
+            pandas = import_module("pandas")
+        except ModuleNotFoundError:
+            raise UserError("a frame needs pandas; install it, or use the rows as they are, mappings") from None
+        return pandas.DataFrame(list(self))
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for row in self for name in row if not isinstance(row[name], dict | list)))
+        shown = self[:_SHOWN]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        body = "".join(f"<tr>{''.join(f'<td>{_cell(row.get(name))}</td>' for name in names)}</tr>" for row in shown)
+        more = f"<p>{len(self) - len(shown)} more rows</p>" if len(self) > len(shown) else ""
+        return f"<table><tr>{head}</tr>{body}</table>{more}"
+
+
+def _cell(value: Any) -> str:
+    """Return a cell as HTML: a number in four digits, nothing where there is none."""
+    return "" if value is None else html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
 
 
 class Result(dict[str, Any]):
@@ -44,26 +71,25 @@ class Result(dict[str, Any]):
         self._history, self._clients, self._personal = history, clients, personal
 
     @property
-    def history(self) -> list[Row]:
+    def history(self) -> Rows:
         """A row for each round: who took part, loss, traffic; and the figures where it was evaluated."""
         rows = self._history()
         last = {name: self[name] for name in _FIGURES if name in self}
         if not rows or self["tested_round"] != rows[-1]["round"]:
-            return rows
-        return [*rows[:-1], _unevaluated(rows[-1]) | last]
+            return Rows(rows)
+        return Rows([*rows[:-1], _unevaluated(rows[-1]) | last])
 
     @property
-    def clients(self) -> list[Row]:
+    def clients(self) -> Rows:
         """A row for each client: its name where it has one, whether it is unseen, its sizes and figures."""
-        return [{key: _value(value) for key, value in row.items()} for row in self._clients()]
+        # A client's name stays a text, whatever it looks like.
+        return Rows(
+            {key: value if key == "name" else _value(value) for key, value in row.items()} for row in self._clients()
+        )
 
     def clients_frame(self) -> Any:
         """Return the clients as a pandas DataFrame."""
-        try:
-            pandas = import_module("pandas")
-        except ModuleNotFoundError:
-            raise UserError("clients_frame() needs pandas; install it, or use .clients, a list of rows") from None
-        return pandas.DataFrame(self.clients)
+        return self.clients.frame()
 
     def model(self, client: str | int | None = None) -> Any:
         """Return the model of one of the run's clients, by name or number; by default what a new client receives.

@@ -140,7 +140,11 @@ def prepare(
     built = task(e, federation.source, model, server_rows=held)
     _check_privacy(e, built.algorithm.privacy)
     notes = collection.told(data, federation)
-    if federation.names and e.cohort == e.clients:
+    named = 0 < len(federation.names) <= collection.SHOWN
+    if e.partition == "natural" and not named:
+        new = f"{federation.num_unseen} more {'is' if federation.num_unseen == 1 else 'are'} left out and only tested"
+        notes.insert(0, f"{federation.num_clients} of the data's own clients take part; {new}")
+    if e.partition == "natural" and e.cohort == e.clients:
         notes.append(f"all {e.clients} clients take part in every round (cohort={e.cohort})")
     if e.weights:
         notes.append(weights.told(built.model, e.weights, e.weights_content))

@@ -25,6 +25,8 @@ def calibrated(
     method: str = "lac",
     *,
     source: Given | None = None,
+    penalty: float | None = None,
+    free: int | None = None,
     samples: int | None = None,
     domain: str | None = None,
     root: str | Path | None = None,
@@ -39,16 +41,21 @@ def calibrated(
         source: labelled rows of the client that its model was not adapted to, see `samples.samples`. Where some are
             marked as test rows, only those are used; where clients are named, only the model's client. By default the
             client's validation rows in the run, which a model that was read from a folder does not have.
+        penalty: what raps adds to the score for every rank beyond `free`; by default 0.01.
+        free: how many ranks cost nothing; by default 5.
         samples: posterior draws, as many as the rows to come are answered with.
         domain: of a model of several datasets, which of them the rows to come are like.
         root: where the files of datasets are.
         note: told what a person should know.
     """
-    conformal.check(coverage, method)
+    conformal.check(coverage, method, penalty, free)
     wanted = domain or own.about["domain"]
     rows = _held(own, coverage, wanted) if source is None else _given(own, source, wanted, root, note)
     said = own.predict(rows.x, samples=samples, domain=wanted)
-    rule = conformal.calibrate(said.probs, rows.y, coverage, method)
+    rule = conformal.calibrate(
+        said.probs, rows.y, coverage, method, penalty=conformal.PENALTY if penalty is None else penalty,
+        free=conformal.FREE if free is None else free,
+    )  # fmt: skip
     _tell(own, rule, rows.name, note)
     return rule
 

@@ -133,7 +133,8 @@ def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
         ]
         cells += [str(to_first[part].get(method) or "") for part in compared]
         cells += [PUBLISHED.get(method.split()[0], "")] if published else []
-        cells += [", ".join(str(line["seed"]) for line in methods[method])]
+        used = [str(line["seed"]) for line in methods[method]]
+        cells += [f"{'seeds' if len(used) > 1 else 'seed'} {', '.join(used)}"]
         text.append("| " + " | ".join([f"`{method}`", *cells]) + " |")
     return "\n".join(text)
 

@@ -164,3 +164,13 @@ def test_suggested_settings_fit_the_data():
     assert (found["clients"], found["unseen"], found["partition"]) == (16, 4, "dirichlet:0.5")
     assert found["cohort"] <= found["clients"]
     assert suggest(arrays(x[:4], y[:4]))["clients"] == 2
+
+
+def test_check_of_a_table_describes_its_columns(tmp_path):
+    """Numbers by their range, texts by how many there are, what is missing, and how a run takes the file."""
+    (tmp_path / "ward.csv").write_text("age,sex,sick\n20,m,yes\n,f,no\n89.5,f,yes\n")
+    said = str(check(tmp_path / "ward.csv"))
+    assert "3 rows; columns age (20 to 89.5, 1 missing), sex (2 different texts), sick (2 different texts)" in said
+    assert said.endswith(f"--data table:{tmp_path / 'ward.csv'} --set label=COLUMN client=COLUMN.")
+    (tmp_path / "talk.jsonl").write_text('{"text": "a b", "label": 1}\n{"text": "b", "label": 2}\n')
+    assert str(check(tmp_path / "talk.jsonl")).endswith(f"--data text:{tmp_path / 'talk.jsonl'}.")

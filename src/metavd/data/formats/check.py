@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..source import Source, SourceError
+from ..table import Cells, described
 from . import cifar, npz
 from .files import MAX_FILE, FileError, Plan, need_folder, open_stream, read_bytes
 from .idx import read_idx
@@ -16,8 +17,10 @@ from .images import SUFFIXES, open_picture
 from .leaf import read_shard
 from .registry import FORMATS, OWN, Info
 from .table import SUFFIXES as TABLES
-from .text import read_texts
+from .text import JSON, read_texts
 
+_COLUMNS = 20
+"""Columns of a table that are described."""
 MAX_PROBLEMS = 20
 """How many are written out; all are counted."""
 
@@ -44,7 +47,12 @@ class Finding:
     means: tuple[float, ...] = ()
     """Per channel, scaled as the network sees it before normalising."""
 
+    text: str = ""
+    """What else there is to say, in place of values' ranges: of a table, whose cells are of many kinds."""
+
     def __str__(self) -> str:
+        if self.text:
+            return f"{self.name} at {self.place}: {self.text}."
         words = [f"{self.name} at {self.place}: {self.rows:,} rows of {self.dtype} "
                  f"{' x '.join(str(length) for length in self.shape) or 'numbers'}"]  # fmt: skip
         if self.test_rows is not None:
@@ -229,11 +237,8 @@ def _check_file(path: Path, report: Report) -> None:
         labels = np.concatenate([np.empty(0, np.int64), *(user.y for user in users)])
         kinds = "/".join(sorted({user.kind for user in users}))
         report.findings.append(_finding("a LEAF shard", path, labels, labels, clients=len(users), like=kinds))
-    elif path.suffix.lower() in (*TABLES, ".parquet", ".jsonl", ".ndjson"):
-        cells = read_texts(path)
-        shape = (len(next(iter(cells.values()))), len(cells))
-        report.findings.append(_finding("a table", path, np.zeros(shape), None, like="cells"))
-        report.notes.append(f"{path}: the columns are {', '.join(list(cells)[:20])}.")
+    elif path.suffix.lower() in (*TABLES, ".parquet", *JSON):
+        report.findings.append(_table(path, read_texts(path)))
     elif path.suffix.lower() in SUFFIXES:
         report.findings.append(_finding("a picture", path, np.asarray(open_picture(path))[None], None))
     elif "idx" in path.name or head == b"\0\0":
@@ -241,6 +246,20 @@ def _check_file(path: Path, report: Report) -> None:
         report.findings.append(_finding("an idx file", path, values, values if values.ndim == 1 else None))
     else:
         report.problems.append(FileError(path, "this is no file of a known format.", 0))
+
+
+def _table(path: Path, cells: Cells) -> Finding:
+    """Describe a table by its columns, and say how a run takes it."""
+    rows, columns = len(next(iter(cells.values()))), described(cells)
+    more = f" and {len(columns) - _COLUMNS} more" if len(columns) > _COLUMNS else ""
+    text = f"{rows:,} rows; columns {', '.join(columns[:_COLUMNS])}{more}"
+    if path.suffix.lower() in JSON or "text" in cells:
+        how = f"--data text:{path}"
+    else:
+        how = f"--data table:{path} --set label=COLUMN client=COLUMN"
+    return Finding(
+        "a table", path, rows, None, None, None, (len(columns),), "cells", 0, 0, text=f"{text}; for a run, {how}"
+    )
 
 
 def _check_archive(path: Path, report: Report) -> None:
