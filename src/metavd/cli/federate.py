@@ -290,7 +290,7 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
             raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
         authority = None if insecure else (Path(str(certificates)) / later.flower_security.CA).resolve()
         home = _flower_home()
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
         if (home / "config.toml").exists():
             raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
         (home / "config.toml").write_text(later.flower_local.connection(superlink, authority))
