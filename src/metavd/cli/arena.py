@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ PROTOCOLS = ("independent", "consistent")
               help="Seeds of every method, from --seed on.")  # fmt: skip
 @click.option("--test-rows", "protocols", default=",".join(PROTOCOLS), show_default=True, metavar="A,B",
               help="How test rows are dealt; every method runs under each.")  # fmt: skip
+@click.option("--unknown", metavar="DATA", help="Another dataset, to see whether clients know it for unknown.")
 @click.option("--store", type=click.Path(dir_okay=False), default="results/arena.jsonl", show_default=True,
               metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
@@ -33,8 +35,8 @@ PROTOCOLS = ("independent", "consistent")
 @at_once
 @sliced
 def arena_command(
-    *, given_words: tuple[str, ...], seeds: int, protocols: str, store: str, page: str | None, jobs: int,
-    share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
+    *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
+    jobs: int, share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
     out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
@@ -64,8 +66,9 @@ def arena_command(
             whole = later.studies_tuned.applied(found, own)
             wanted |= later.studies_arena.tasks([name], whole, [protocol], range(seed, seed + seeds))
     if wanted:
+        look = partial(later.serve_trust.trust, unknown=unknown, root=where.get("root"), device=where.get("device"))
         for ended in later.studies_arena.carry(
-            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share
+            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share, look=look
         ):
             method, protocol, seed = ended.key
             said: str = ended.end

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..serve import personal as serve_personal
     from ..serve import samples as serve_samples
     from ..serve import sets as serve_sets
+    from ..serve import trust as serve_trust
     from ..studies import arena as studies_arena
     from ..studies import compare as studies_compare
     from ..studies import halving as studies_halving
