@@ -27,6 +27,8 @@ def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
     names = (*figures(), "clients", "samples")
     parts = {part: {name: result[part].get(name) for name in names} for part in ("test", "unseen")}
     kept = {key: result[key] for key in ("gap", "sparsity", "bytes", "seconds", "domains") if key in result}
+    if result.get("diagnostics"):
+        kept["rates"] = result["diagnostics"]  # of the dropout rates
     if "valid" in result:
         kept["valid"] = {key: result["valid"][key] for key in ("accuracy", "nll")}
     evaluations = [line for line in store.read_rounds() if "test" in line and line["round"] < result["rounds"]]
