@@ -31,12 +31,14 @@ PROTOCOLS = ("independent", "consistent")
               metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
               help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
+@click.option("--which", type=click.Path(dir_okay=False), metavar="F.md",
+              help="Also write which method to take for what, in ten lines.")  # fmt: skip
 @tuned
 @at_once
 @sliced
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
-    jobs: int, share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
+    which: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
     out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
@@ -44,7 +46,7 @@ def arena_command(
     METHOD may be the one word all. The page is written from the store alone.
     """
     names, more = words(given_words)
-    if not names and page is None:
+    if not names and page is None and which is None:
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
     settings = settings_of(config, [*pairs, *more], given)
     names = list(methods.NAMES) if names == ["all"] else names
@@ -81,6 +83,9 @@ def arena_command(
     if page is not None:
         Path(page).write_text(later.studies_arena.page(Path(store)))
         click.echo(f"Written: {page}")
+    if which is not None:
+        Path(which).write_text(later.studies_which.page(Path(store)))
+        click.echo(f"Written: {which}")
 
 
 def _share(value: float | None) -> str:

@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from ..studies import side as studies_side
     from ..studies import tune as studies_tune
     from ..studies import tuned as studies_tuned
+    from ..studies import which as studies_which
     from ..studies.paper import carry as paper_carry
+    from ..studies.paper import claims as paper_claims
     from ..studies.paper import page as paper_page
     from ..studies.paper import plan as paper_plan
     from ..studies.paper import protocol as paper_protocol

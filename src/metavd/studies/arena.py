@@ -97,7 +97,7 @@ def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
     groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in read(store, SCOPE).values():
-        groups[_setting(line)][label(line["settings"])].append(line)
+        groups[setting_of(line)][label(line["settings"])].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
@@ -121,7 +121,7 @@ def page(store: Path) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _setting(line: Line) -> str:
+def setting_of(line: Line) -> str:
     """Return what the runs of a table share, as its title; what has the dataset's default is not named."""
     e = with_settings(Experiment(), plain(line["settings"]))
     counts = [(e.rounds, "rounds"), (e.clients, "clients")]

@@ -192,13 +192,14 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
             "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown.",
             "",
         ]
-    text += [f"Protocol: {_told(how)}."]
+    text += [f"Protocol: {told_protocol(how)}."]
     if command:
         text += ["", f"Written by `{command}`."]
     return "\n".join(text) + "\n"
 
 
-def _told(how: Protocol) -> str:
+def told_protocol(how: Protocol) -> str:
+    """Say how the cells were run and read."""
     rows = "test rows dealt independently of training rows, as in the paper"
     parts = [rows if how.test_rows == "independent" else f"test rows {how.test_rows}, unlike the paper"]
     parts += ["the last round, as in the paper" if how.last == 1 else f"average of the last {how.last} evaluations"]
