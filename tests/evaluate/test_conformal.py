@@ -12,7 +12,7 @@ from sklearn.model_selection import StratifiedShuffleSplit
 
 from metavd.errors import SpecError, UserError
 from metavd.evaluate import conformal
-from metavd.evaluate.conformal import METHODS, Rule, calibrate, covered, needed, quantile, scores, sets, size
+from metavd.evaluate.conformal import METHODS, Rule, calibrate, covered, crossed, needed, quantile, scores, sets, size
 
 
 def world(rows: int, classes: int, seed: int, sharp: float = 0.4) -> tuple[np.ndarray, np.ndarray]:
@@ -155,6 +155,49 @@ def test_other_wrong_input_is_one_sentence():
         sets(probs, calibrate(probs, y, 0.9, "aps"), u=np.zeros(20))
     with pytest.raises(UserError, match="the rule is randomised, but u is not given"):
         sets(probs, calibrate(probs, y, 0.9, "aps", u=np.zeros(20)))
+
+
+# Measured on the rows themselves
+
+
+def test_measured_coverage_lies_within_its_interval():
+    """Law: of 200 clients with 100 rows, each half of 50 covers Beta(46, 5) of the other, 46 / 51 in the mean.
+
+    So many labels of 20,000 lie in LAC's sets within four standard deviations of the beta-binomial; sets without random
+    numbers cover no less.
+    """
+    wanted = betabinom(50, 46, 5)
+    for kind in METHODS:
+        inside = [crossed(*world(100, 8, 500 + client), 0.9, kind, seed=client)[0] for client in range(200)]
+        share, margin = np.concatenate(inside).mean(), 4 * wanted.std() / np.sqrt(400) / 50
+        assert share > 46 / 51 - margin
+        if kind == "lac":
+            assert share < 46 / 51 + margin
+
+
+def test_halves_calibrate_each_other():
+    """Parity: what two calibrations by hand give; every row is in one half, and no row in its own calibration."""
+    probs, y = world(31, 6, 2)
+    inside, sizes = crossed(probs, y, 0.8, "raps", seed=5)
+    half = np.random.RandomState(5).permutation(31) < 15
+    for part in (half, ~half):
+        made = sets(probs[part], calibrate(probs[~part], y[~part], 0.8, "raps"))
+        np.testing.assert_array_equal(made[np.arange(part.sum()), y[part]], inside[part])
+        np.testing.assert_array_equal(made.sum(1), sizes[part])
+    with pytest.raises(UserError, match="there are 1 rows"):
+        crossed(probs[:1], y[:1], 0.8)
+
+
+def test_measured_coverage_of_lac_is_mapie_s():
+    """MAPIE, given each half, makes the same sets; it may leave one empty where ours holds the first class."""
+    probs, y = world(80, 5, 12)
+    inside, sizes = crossed(probs, y, 0.9, seed=3)
+    half = np.random.RandomState(3).permutation(80) < 40
+    for part in (half, ~half):
+        _, theirs = mapie("lac", 0.9, probs[~part], y[~part], probs[part])
+        filled = theirs | ((theirs.sum(1) == 0)[:, None] & (np.arange(5) == probs[part].argmax(1)[:, None]))
+        np.testing.assert_array_equal(filled.sum(1), sizes[part])
+        np.testing.assert_array_equal(filled[np.arange(40), y[part]], inside[part])
 
 
 # Parity with MAPIE

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import roc_auc_score, roc_curve
 
-from metavd.evaluate.uncertainty import auroc, entropy
+from metavd.evaluate.uncertainty import auroc, entropy, fpr95
 
 
 def test_entropy_is_scipys(case):
@@ -64,3 +64,25 @@ def test_auroc_depends_on_order_alone():
     rng = np.random.RandomState(0)
     score, positive = rng.rand(50), rng.rand(50) < 0.5
     assert auroc(np.exp(5 * score), positive) == auroc(score, positive)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 200), st.sampled_from([1, 2, 5, 10**9]))
+def test_fpr95_is_where_sklearns_curve_reaches_95_percent(seed, samples, levels):
+    """Parity: the first point of roc_curve, "known" being positive and certainty its score, with a rate of 0.95."""
+    rng = np.random.RandomState(seed)
+    score, unknown = rng.randint(0, levels, samples) / 7, rng.rand(samples) < 0.4
+    unknown[:2] = True, False
+    false, true, _ = roc_curve(~unknown, -score, drop_intermediate=False)
+    # A count of known rows times 0.95 may be whole: compared as counts, so that rounding decides nothing.
+    known = (~unknown).sum()
+    reached = np.round(true * known).astype(int) * 100 >= 95 * known
+    assert fpr95(score, unknown) == pytest.approx(false[reached.argmax()], abs=1e-12)
+
+
+def test_fpr95_by_hand():
+    """Of 20 known scores 1 to 20, 19 pass up to 19; of the unknown ones 19 passes, 19.5 and 30 do not."""
+    score, unknown = np.append(np.arange(1, 21), [19, 19.5, 30]), np.arange(23) >= 20
+    assert fpr95(score, unknown) == pytest.approx(1 / 3)
+    assert fpr95(score, np.zeros(23, bool)) is None
+    assert fpr95(score, np.ones(23, bool)) is None
+    assert math.isnan(fpr95(np.where(unknown, np.nan, score), unknown))

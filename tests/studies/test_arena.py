@@ -36,6 +36,9 @@ def test_runs_once_under_both_protocols_and_makes_its_page(tmp_path: Path) -> No
         row = rf"`{line['settings']['method']}` \| \**{accuracy:.1f}\**"
         assert re.search(row, text.split("## ")[1 if line["settings"]["test_rows"] == "consistent" else 2])
         assert {"root", "device"} & set(line["settings"]) == set()
+        sets = line["result"]["trust"]["sets"]["test"]
+        assert 0.5 < sets["lac"]["covered"] <= 1
+        assert f"| {sets['aps']['size']:.2f} |" in text.replace("**", "")
 
 
 def test_several_seeds_have_an_interval_and_the_best_is_bold(tmp_path: Path) -> None:

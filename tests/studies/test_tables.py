@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import fields
@@ -14,7 +15,7 @@ import pytest
 from metavd import methods
 from metavd.errors import SpecError
 from metavd.runs.settings import FROM_DATA, Experiment, resolve, with_settings
-from metavd.studies.paper.tables import MEASURES, Cell, Figure, cells, get, tables
+from metavd.studies.paper.tables import MEASURES, Cell, Figure, cells, extras, get, tables
 
 SPEC = Path(__file__).parents[3] / "shared" / "spec" / "metavd.md"
 
@@ -210,3 +211,28 @@ def test_numbers_are_those_of_the_facts() -> None:
                 value, _, sd = text.partition(" ± ")
                 theirs[row[0], label, figure] = (float(value), float(sd) if sd else None)
         assert ours == theirs, name
+
+
+def test_tables_of_femnist_have_a_stand_in_without_the_paper_s_numbers() -> None:
+    """Law: M4 is T4's runs with MNIST in place of FEMNIST, column by column, and holds no number to compare with."""
+    with_femnist = {cell.table for cell in every() if "femnist" in cell.settings["data"]}
+    stand_ins = {table.stands_for: table for table in extras().values() if table.stands_for}
+    assert with_femnist == set(stand_ins) == {"T4", "T5", "T10", "T14", "T15"}
+    for name, table in stand_ins.items():
+        theirs = [cell for cell in get(name).cells if "femnist" in cell.settings["data"]]
+        assert table.name == f"M{name[1:]}"
+        assert table.alone
+        for own, cell in zip(table.cells, theirs, strict=True):
+            assert own.settings == {**cell.settings, "data": cell.settings["data"].replace("femnist", "mnist")}
+
+
+def test_tables_of_our_own_have_no_number_of_the_paper_and_can_be_run() -> None:
+    for table in extras().values():
+        assert table.alone
+        for cell in table.cells:
+            assert all(math.isnan(figure.value) for figure in cell.figures)
+            whole = with_settings(Experiment(), cell.settings)
+            assert with_settings(Experiment(), {"method": whole.method}).method == cell.settings["method"]
+            resolve(whole, {})
+    released = {cell.settings["width"] for cell in get("A1").cells if cell.settings["variant"] == "released"}
+    assert released == {64, 256}

@@ -22,7 +22,8 @@ from .terminal import Reporter
 _HOMES = {
     "run": "train", "compare": "train", "show": "train", "methods": "catalogue", "datasets": "catalogue",
     "aggregations": "catalogue", "arena": "arena",
-    "data": "data", "tune": "tune", "tune-all": "tune", "personalize": "use", "predict": "use", "export": "use",
+    "data": "data", "tune": "tune", "tune-all": "tune", "personalize": "use", "predict": "use", "trust": "use",
+    "export": "use",
     "report": "report", "paper": "paper", "merge": "merge", "federate": "federate", "bench": "bench",
 }  # fmt: skip
 """Each command's module, in the order of the help."""
@@ -78,6 +79,7 @@ def cli(context: click.Context) -> None:
     metavd show DIR                     a finished run again
     metavd report DIR...                one page of finished runs, with figures
     metavd personalize DIR --data NEW   a model for a new client; then predict, export
+    metavd trust DIR                    coverage of sets of classes, and inputs of an unknown kind
     metavd paper T8                     a table of the paper, ours beside theirs
     metavd merge DIR OTHER...           join what several machines have run
     metavd federate demo                a real federation, with Flower, on this machine

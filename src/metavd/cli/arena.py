@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ PROTOCOLS = ("independent", "consistent")
               help="Seeds of every method, from --seed on.")  # fmt: skip
 @click.option("--test-rows", "protocols", default=",".join(PROTOCOLS), show_default=True, metavar="A,B",
               help="How test rows are dealt; every method runs under each.")  # fmt: skip
+@click.option("--unknown", metavar="DATA", help="Another dataset, to see whether clients know it for unknown.")
 @click.option("--store", type=click.Path(dir_okay=False), default="results/arena.jsonl", show_default=True,
               metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
               help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
+@click.option("--which", type=click.Path(dir_okay=False), metavar="F.md",
+              help="Also write which method to take for what, in ten lines.")  # fmt: skip
 @tuned
 @at_once
 @sliced
 def arena_command(
-    *, given_words: tuple[str, ...], seeds: int, protocols: str, store: str, page: str | None, jobs: int,
-    share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
+    *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
+    which: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
     out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
@@ -42,7 +46,7 @@ def arena_command(
     METHOD may be the one word all. The page is written from the store alone.
     """
     names, more = words(given_words)
-    if not names and page is None:
+    if not names and page is None and which is None:
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
     settings = settings_of(config, [*pairs, *more], given)
     names = list(methods.NAMES) if names == ["all"] else names
@@ -64,8 +68,9 @@ def arena_command(
             whole = later.studies_tuned.applied(found, own)
             wanted |= later.studies_arena.tasks([name], whole, [protocol], range(seed, seed + seeds))
     if wanted:
+        look = partial(later.serve_trust.trust, unknown=unknown, root=where.get("root"), device=where.get("device"))
         for ended in later.studies_arena.carry(
-            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share
+            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share, look=look
         ):
             method, protocol, seed = ended.key
             said: str = ended.end
@@ -78,6 +83,9 @@ def arena_command(
     if page is not None:
         Path(page).write_text(later.studies_arena.page(Path(store)))
         click.echo(f"Written: {page}")
+    if which is not None:
+        Path(which).write_text(later.studies_which.page(Path(store)))
+        click.echo(f"Written: {which}")
 
 
 def _share(value: float | None) -> str:

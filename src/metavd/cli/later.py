@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..serve import personal as serve_personal
     from ..serve import samples as serve_samples
     from ..serve import sets as serve_sets
+    from ..serve import trust as serve_trust
     from ..studies import arena as studies_arena
     from ..studies import compare as studies_compare
     from ..studies import halving as studies_halving
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     from ..studies import side as studies_side
     from ..studies import tune as studies_tune
     from ..studies import tuned as studies_tuned
+    from ..studies import which as studies_which
     from ..studies.paper import carry as paper_carry
+    from ..studies.paper import claims as paper_claims
     from ..studies.paper import page as paper_page
     from ..studies.paper import plan as paper_plan
     from ..studies.paper import protocol as paper_protocol

@@ -16,7 +16,7 @@ from . import later
 from .terminal import Reporter, at_once, console, sliced, tuned, tuned_folder
 
 STORE = "results/paper.jsonl"
-PAGE = "docs/paper.md"
+PAGES = {"report": "docs/paper.md", "claims": "docs/claims.md"}
 
 
 def _list(text: str | None) -> list[str] | None:
@@ -24,7 +24,7 @@ def _list(text: str | None) -> list[str] | None:
 
 
 @click.command("paper")
-@click.argument("what", nargs=-1, required=True, metavar="list | report | all | T1...T17")
+@click.argument("what", nargs=-1, required=True, metavar="list | report | claims | all | T1...T17 | A1... | M4...")
 @click.option("--rows", metavar="A,B", help="Only these rows, such as FedAvg,Reptile.")
 @click.option("--columns", metavar="A,B", help="Only these columns; metavd paper list T8 shows them.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Seeds from 777 on.")
@@ -44,14 +44,15 @@ def _list(text: str | None) -> list[str] | None:
 @at_once
 @sliced
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
-@click.option("--out", default=PAGE, show_default=True, type=click.Path(), metavar="F.md", help="Page of the report.")
+@click.option("--out", type=click.Path(), metavar="F.md",
+              help="Page of the report or the claims. [default: docs/paper.md, docs/claims.md]")  # fmt: skip
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]")
 def paper_command(
     *, what: tuple[str, ...], rows: str | None, columns: str | None, seeds: int, rounds: int, scale: str,
     test_rows: str, last: int, overrides: str | None, tuned: bool, tuned_from: str | None, store: str, work: str,
     keep: bool, retry: bool, jobs: int,
-    share: later.studies_many.Share | None, plan_only: bool, out: str, **runtime: Any,
+    share: later.studies_many.Share | None, plan_only: bool, out: str | None, **runtime: Any,
 ) -> None:  # fmt: skip
     """Run what the paper's tables need, and set ours beside theirs.
 
@@ -59,6 +60,9 @@ def paper_command(
     metavd paper list               every table, and how much of it is done
     metavd paper T8 --rows FedAvg   run what is missing of a table, print ours, theirs and the difference
     metavd paper report             write docs/paper.md from the finished runs
+    metavd paper claims             write docs/claims.md: what the paper claims, and what the runs say to it
+
+    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 and A2 are ours.
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
@@ -67,16 +71,23 @@ def paper_command(
         scale=scale, seeds=seeds, test_rows=test_rows, overrides=chosen, last=last, rounds=rounds,
         tuned=tuned_folder(tuned=tuned, tuned_from=tuned_from),
     )  # fmt: skip
-    action = what[0] if what[0] in {"list", "report"} else ""
+    action = what[0] if what[0] in {"list", *PAGES} else ""
+    page = Path(out or PAGES.get(action, ""))
     names = list(what[1:] if action else what)
     everything = names == ["all"] or (action and not names)
-    names = list(later.paper_tables.tables()) if everything else [later.paper_tables.get(name).name for name in names]
+    every = [*later.paper_tables.tables(), *later.paper_tables.extras()]
+    names = every if everything else [later.paper_tables.get(name).name for name in names]
     reporter = Reporter()
     if action == "list":
         _print_list(names, store, how, reporter, in_full=len(what) > 1)
         return
     if action == "report":
-        _report(names, store, how, Path(out), reporter)
+        _report(names, store, how, page, reporter)
+        return
+    if action == "claims":
+        command = f"metavd {shlex.join(sys.argv[1:])}"
+        page.write_text(later.paper_claims.page(store, how, command), encoding="utf-8")
+        click.echo(f"Written: {page}")
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
     if plan_only:
@@ -143,6 +154,11 @@ def _print_plan(plan: later.paper_plan.Needed) -> None:
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
 
 
+def _beside(view: later.paper_statistics.View) -> bool:
+    """Whether ours can be set beside the paper's."""
+    return view.how.scale == "full" and not view.table.alone
+
+
 def _print_view(view: later.paper_statistics.View) -> None:
     out = console()
     for column in dict.fromkeys(answer.cell.column for answer in view.answers):
@@ -150,7 +166,7 @@ def _print_view(view: later.paper_statistics.View) -> None:
         table = Table("", title=title, title_justify="left")
         for figure in view.table.figures:
             table.add_column(later.paper_tables.MEASURES[figure].title, justify="right")
-            if view.how.scale == "full":
+            if _beside(view):
                 table.add_column("paper", justify="right")
                 table.add_column("difference", justify="right")
         table.add_column("seeds", justify="right")
@@ -158,7 +174,7 @@ def _print_view(view: later.paper_statistics.View) -> None:
             if answer.cell.column == column:
                 table.add_row(answer.cell.row, *_cells(answer, view), str(len(answer.seeds)))
         out.print(table)
-    if view.how.scale == "full":
+    if _beside(view):
         click.echo(
             "* beyond noise, by the seeds' spread or, with one seed, by a bootstrap over clients; ? noise unknown"
         )
@@ -168,7 +184,7 @@ def _cells(answer: later.paper_statistics.Answer, view: later.paper_statistics.V
     texts = []
     for each in answer.figures:
         texts.append(_ours(each, answer))
-        if view.how.scale == "full":
+        if _beside(view):
             mark = "!" if each.figure.mark else ""
             sign = {True: " *", False: "", None: " ?"}[each.beyond]
             texts += [

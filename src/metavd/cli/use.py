@@ -1,4 +1,4 @@
-"""metavd personalize, predict, export."""
+"""metavd personalize, predict, trust, export."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, adding
+from .terminal import Reporter, adding, console
 
 _placed = adding(
     click.option("--domain", metavar="NAME",
@@ -18,7 +19,7 @@ _placed = adding(
     click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]"),
     click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]"),
 )  # fmt: skip
-"""What all three commands share."""
+"""What these commands share."""
 
 
 def _folder_name(text: str) -> str:
@@ -133,6 +134,33 @@ def predict_command(
     else:
         later.serve_export.write_table(Path(out), columns)
     reporter.note(f"{len(rows.x)} rows{told}" + (f"; {out}" if out else ""))
+
+
+@click.command("trust")
+@click.argument("run", type=click.Path(), metavar="RUN")
+@click.option("--unknown", metavar="DATA", help="Another dataset, whose rows the run's clients are shown as unknown.")
+@click.option("--rows", type=int, default=200, show_default=True, metavar="N", help="How many of them.")
+@click.option("--coverage", type=float, default=0.9, show_default=True, metavar="C",
+              help="How often a set of classes is to hold the right one.")  # fmt: skip
+@click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]")
+@click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]")
+@click.option("--out", type=click.Path(dir_okay=False), metavar="F.json", help="[default: RUN/trust.json]")
+def trust_command(*, run: str, out: str | None, **how: Any) -> None:
+    """Measure how far the answers of a finished RUN can be trusted, client by client.
+
+    Sets of classes (LAC, APS, RAPS): a client's test rows are halved, each half calibrates the other's sets. With
+    --unknown, how well the clients' uncertainty tells rows of another dataset from their own.
+    """
+    found = later.serve_trust.trust(run, note=Reporter().note, **how)
+    path = Path(out) if out else Path(run) / "trust.json"
+    title = f"sets for coverage {found['coverage']:g}"
+    title += f", unknown inputs from {found['unknown']['data']}" if "unknown" in found else ""
+    table = Table("", "by", "participating clients", "unseen clients", title=title, title_justify="left")
+    for row in later.serve_trust.lines(found):
+        table.add_row(*row)
+    console().print(table)
+    later.serve_trust.write(found, path)
+    click.echo(f"Written: {path}")
 
 
 @click.command("export")

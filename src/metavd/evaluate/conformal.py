@@ -162,6 +162,24 @@ def sets(probs: np.ndarray, rule: Rule, *, u: np.ndarray | None = None, empty: b
     return inside if empty else inside | (one_hot(probs, checked(probs).argmax(1)) > 0)
 
 
+def crossed(
+    probs: np.ndarray, y: np.ndarray, coverage: float, method: str = "lac", *, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Measure sets on the rows themselves: dealt into halves by the seed, each half calibrates the other's sets.
+
+    Returns (N,) bool, whether a row's label is in its set, and (N,) how many classes are. Two rows at least.
+    """
+    if len(y) < 2:
+        raise UserError(f"there are {len(y)} rows, but halves of them need at least 2")
+    half = np.random.RandomState(seed).permutation(len(y)) < len(y) // 2
+    inside, sizes = np.zeros(len(y), bool), np.zeros(len(y), np.int64)
+    for part in (half, ~half):
+        made = sets(probs[part], calibrate(probs[~part], y[~part], coverage, method))
+        inside[part] = np.take_along_axis(made, np.asarray(y)[part][:, None], 1)[:, 0]
+        sizes[part] = made.sum(1)
+    return inside, sizes
+
+
 def covered(inside: np.ndarray, y: np.ndarray) -> float:
     """Return the share of rows whose label is in their set."""
     return float(np.take_along_axis(inside, np.asarray(y)[:, None], 1).mean()) if len(y) else np.nan

@@ -32,7 +32,7 @@ from ..registry import Registry
 from .answers import Answers
 from .calibration import Reliability, expected_error, maximum_error
 from .scores import batch_mean
-from .uncertainty import auroc
+from .uncertainty import auroc, fpr95
 
 ENTRY_POINTS = "metavd.figures"
 TRAFFIC = ("bytes", "total")
@@ -333,6 +333,10 @@ def _unknown(answers: Answers) -> np.ndarray | None:
     return answers.unknown
 
 
+def _passing(answers: Answers) -> float | None:
+    return None if answers.unknown is None else fpr95(answers.entropy, answers.unknown)
+
+
 _add_accuracy(
     "accuracy", weighted("train_size"), "mean over clients, weighted by their training data",
     more="the paper's headline number", client=True, always=True, interval=True, headline="always",
@@ -381,6 +385,10 @@ _add_auroc(
 _add_auroc(
     "auroc_unknown", "entropy", _unknown, "how well it tells rows of a class that the client never trained on",
     title="AUROC, unknown", client=True,
+)  # fmt: skip
+_add(
+    "fpr95_unknown", Whole(_passing), "share of such rows that pass for known where 95 % of the known do",
+    title="FPR95, unknown", better="lower", **_SHARE,
 )  # fmt: skip
 _add_auroc("auroc_wrong_information", "information", _wrong, "`auroc_wrong` of the mutual information")
 _add_auroc("auroc_unknown_information", "information", _unknown, "`auroc_unknown` of the mutual information")

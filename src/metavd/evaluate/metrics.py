@@ -35,13 +35,13 @@ from .calibration import (
 from .figures import ROWS, Figure, by_client, figures, of_clients, together, weights
 from .intervals import bootstrap, bounds, interval, resampled
 from .scores import accuracy, batch_accuracy, brier, nll
-from .uncertainty import auroc, entropy
+from .uncertainty import auroc, entropy, fpr95
 
 __all__ = [
     "Answers", "ClientResult", "Reliability", "accuracy", "auroc", "batch_accuracy", "bootstrap", "brier",
     "client_figures", "diagrams", "ece_classwise", "ece_flat", "ece_mass", "ece_top1", "entropy", "flat",
-    "gap_interval", "interval", "intervals", "mce_classwise", "mce_flat", "mce_mass", "mce_top1", "nll", "nothing",
-    "of_classes", "reliability", "scaled", "summarize", "temperature", "tempered", "top1",
+    "fpr95", "gap_interval", "interval", "intervals", "mce_classwise", "mce_flat", "mce_mass", "mce_top1", "nll",
+    "nothing", "of_classes", "reliability", "scaled", "summarize", "temperature", "tempered", "top1",
 ]  # fmt: skip
 
 

@@ -35,3 +35,20 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> float | None:
         return np.nan
     above, below = (np.bincount(place[kind], minlength=len(values)) for kind in (positive, ~positive))
     return float((above * (below.cumsum() - below / 2)).sum() / (above.sum() * below.sum()))
+
+
+def fpr95(score: np.ndarray, positive: np.ndarray) -> float | None:
+    """Return the share of positives (unknown) that pass for negatives (known) where 95 % of the negatives do.
+
+        share of positives with s <= t,      t the k-th smallest score of the n negatives, k = ceil(0.95 n)
+
+    A score is a doubt: what has no more than t passes. None where all samples are of one kind. It is the false-positive
+    rate at a true-positive rate of 95 % for "known", as the literature on unknown inputs takes it.
+    """
+    positive, score = np.asarray(positive, bool), np.asarray(score, np.float64)
+    if not positive.any() or positive.all():
+        return None
+    if np.isnan(score).any():
+        return np.nan
+    known = np.sort(score[~positive])
+    return float((score[positive] <= known[-(-95 * len(known) // 100) - 1]).mean())

@@ -7,12 +7,13 @@ written from the store alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..engine.rounds import Listener
+from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Column, get, number
 from ..evaluate.intervals import interval
 from ..runs.run import run
@@ -21,7 +22,7 @@ from ..runs.store import Store
 from .lines import Line, read
 from .many import Ended, Share, carry_out, taken
 from .pairs import pair
-from .paper.digest import digest, often
+from .paper.digest import digest, often, rounded
 from .tuned import label, plain
 
 SCOPE = "arena"
@@ -41,6 +42,10 @@ def columns() -> list[Column]:
         *(Column(f"{part} last five %", ("last", f"{part}.accuracy"), 100.0) for part in ("test", "unseen")),
         *(tenth.column(part)._replace(title=f"{part} worst tenth %") for part in ("test", "unseen")),
         *(get(name).column("test", heading="test") for name in ("nll", "ece_top1")),
+        Column("LAC covered %", ("trust", "sets", "test", "lac", "covered"), 100.0),
+        *(Column(f"{kind.upper()} size", ("trust", "sets", "test", kind, "size"), 1.0, 2, -1) for kind in METHODS),
+        Column("AUROC unknown", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1),
+        Column("FPR95 unknown %", ("trust", "unknown", "test", "entropy", "fpr95"), 100.0, 1, -1),
         SENT,
         SECONDS,
     ]
@@ -58,11 +63,18 @@ def tasks(
     }
 
 
-def one(settings: dict[str, Any], folder: Path, listener: Listener, *, where: Mapping[str, Any]) -> dict[str, Any]:
+Look = Callable[[Path], dict[str, Any]]
+"""What is measured of a finished run's folder beside its result, see `serve.trust`; importable by name."""
+
+
+def one(
+    settings: dict[str, Any], folder: Path, listener: Listener, *, where: Mapping[str, Any], look: Look | None = None
+) -> dict[str, Any]:
     """Carry out one run and keep its figures; `where` is what does not change them, such as the device."""
     looks = often(int(settings["rounds"])) if "rounds" in settings else {}
     result = run(**plain(settings), **{**looks, **where}, out=folder, resume=True, listener=listener)
-    return taken(result, digest(result, Store(folder)))
+    kept = digest(result, Store(folder))
+    return taken(result, kept | ({} if look is None else {"trust": rounded(look(folder))}))
 
 
 def carry(
@@ -73,9 +85,10 @@ def carry(
     jobs: int,
     where: Mapping[str, Any],
     share: Share | None = None,
+    look: Look | None = None,
 ) -> Iterator[Ended[tuple[str, str, int]]]:
     """Run what the store lacks; yield each run as it ends."""
-    work_of = partial(one, where=where)
+    work_of = partial(one, where=where, look=look)
     device = str(where.get("device", "auto"))
     return carry_out(wanted, work_of, store=store, scope=SCOPE, work=work, jobs=jobs, device=device, share=share)
 
@@ -84,7 +97,7 @@ def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
     groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in read(store, SCOPE).values():
-        groups[_setting(line)][label(line["settings"])].append(line)
+        groups[setting_of(line)][label(line["settings"])].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
@@ -97,7 +110,9 @@ def page(store: Path) -> str:
         "the same seed: the mean of the clients' differences weighted by training rows, its 95 % bootstrap interval "
         "over clients, and the p-value of Wilcoxon's signed-rank test over clients, neither of which knows the noise "
         "of another training; how many seeds have the sign of the mean does. Runs without it were stored before "
-        "clients were. "
+        "clients were. *covered* and *size*: of sets of classes for 90 % coverage, which each half of a client's test "
+        "rows calibrates for the other half (`metavd trust`); *unknown*: how well entropy tells inputs of another "
+        "dataset from a client's own, FPR95 the share of them that pass for known where 95 % of the known do. "
         "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
         "rows), for orientation alone.\n",
     ]
@@ -106,7 +121,7 @@ def page(store: Path) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _setting(line: Line) -> str:
+def setting_of(line: Line) -> str:
     """Return what the runs of a table share, as its title; what has the dataset's default is not named."""
     e = with_settings(Experiment(), plain(line["settings"]))
     counts = [(e.rounds, "rounds"), (e.clients, "clients")]
@@ -115,9 +130,11 @@ def _setting(line: Line) -> str:
 
 
 def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
-    shown, rows = columns(), {}
-    for method, lines in methods.items():
-        results = [line["result"] for line in lines if "result" in line]
+    found = {name: [line["result"] for line in lines if "result" in line] for name, lines in methods.items()}
+    every = [result for results in found.values() for result in results]
+    shown = [each for each in columns() if each.path[0] != "trust" or _values(each, every)]
+    rows = {}
+    for method, results in found.items():
         rows[method] = [_values(column, results) for column in shown]
     best = [_best(column, [row[i] for row in rows.values()]) for i, column in enumerate(shown)]
     order = sorted(rows, key=lambda name: -(rows[name][0] or (-1.0, None))[0])
@@ -158,6 +175,6 @@ def _best(column: Column, values: Sequence[Value]) -> float | None:
 
 def _cell(column: Column, value: Value, best: float | None) -> str:
     if value is None:
-        return "diverged"
+        return "" if column.path[0] == "trust" else "diverged"
     text = f"{value[0]:.{column.digits}f}" + ("" if value[1] is None else f" ± {value[1]:.{column.digits}f}")
     return f"**{text}**" if value[0] == best else text

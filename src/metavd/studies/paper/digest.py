@@ -27,10 +27,12 @@ def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
     names = (*figures(), "clients", "samples")
     parts = {part: {name: result[part].get(name) for name in names} for part in ("test", "unseen")}
     kept = {key: result[key] for key in ("gap", "sparsity", "bytes", "seconds", "domains") if key in result}
+    if result.get("diagnostics"):
+        kept["rates"] = result["diagnostics"]  # of the dropout rates
     if "valid" in result:
         kept["valid"] = {key: result["valid"][key] for key in ("accuracy", "nll")}
     evaluations = [line for line in store.read_rounds() if "test" in line and line["round"] < result["rounds"]]
-    whole: dict[str, Any] = _rounded({
+    whole: dict[str, Any] = rounded({
         **parts,
         **kept,
         "model": result["model_sha256"][:12],
@@ -103,11 +105,12 @@ def _average(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return mean
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return plain values with six significant digits, and null for what is no number."""
     if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [rounded(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

@@ -12,13 +12,13 @@ from ...errors import SpecError
 from ..lines import identity
 from .protocol import LAST, PAPER, Protocol, settings_of
 from .statistics import Answer, Compared, View, table
-from .tables import MEASURES, Cell, Figure, tables
+from .tables import MEASURES, Cell, Figure, Table, extras, tables
 
 
 def markdown(view: View) -> str:
     """Write one table as a section: for each column ours, the paper's and the differences."""
     shown, about = view.table, _Notes(view.table.name)
-    text = [f"## {shown.name}. {shown.title}", "", f"{shown.place[0].upper()}{shown.place[1:]} of the paper."]
+    text = [f"## {shown.name}. {shown.title}", "", _place(shown)]
     text += [f"- {note[0].upper()}{note[1:]}." for note in shown.notes]
     if shown.notes:
         text.insert(3, "")
@@ -28,6 +28,13 @@ def markdown(view: View) -> str:
             text += ["", f"### {_heading(answers[0].cell, view.how)}", "", *_rows(answers, view, about)]
     text += ["", _origin(list(view.lines.values())), *about.lines()]
     return "\n".join(text) + "\n"
+
+
+def _place(shown: Table) -> str:
+    place = f"{shown.place[0].upper()}{shown.place[1:]}"
+    instead = next((name for name, other in extras().items() if other.stands_for == shown.name), "")
+    more = f" FEMNIST could not be had; {instead} has the same runs on MNIST by writer." if instead else ""
+    return f"{place}." if shown.alone else f"{place} of the paper.{more}"
 
 
 class _Notes:
@@ -61,11 +68,11 @@ def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
     every = [each for answer in view.answers for each in answer.figures]
     averaged = view.how.last == 1 and any(each.last is not None for each in every)
     tuned = any(each.untuned is not None for each in every)
+    beside = view.how.scale == "full" and not view.table.alone
     headings: list[str] = []
     for title in titles:
-        compared = view.how.scale == "full"
-        headings += [f"{title}: ours" if compared else title, *["last five"] * averaged, *["untuned"] * tuned]
-        headings += ["paper", "difference"] if compared else []
+        headings += [f"{title}: ours" if beside else title, *["last five"] * averaged, *["untuned"] * tuned]
+        headings += ["paper", "difference"] if beside else []
     lines = ["| | " + " | ".join(headings) + " | seeds |", "|---|" + "---:|" * (len(headings) + 1)]
     for answer in answers:
         label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
@@ -73,7 +80,7 @@ def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
         for each in answer.figures:
             parts += [_ours(each, answer)]
             parts += [_beside(each.last, each)] * averaged + [_beside(each.untuned, each)] * tuned
-            parts += [_theirs(each.figure, about), _difference(each)] if view.how.scale == "full" else []
+            parts += [_theirs(each.figure, about), _difference(each)] if beside else []
         failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
         count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
         lines.append(f"| {label} | " + " | ".join(parts) + f" | {count} |")
@@ -185,13 +192,14 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
             "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown.",
             "",
         ]
-    text += [f"Protocol: {_told(how)}."]
+    text += [f"Protocol: {told_protocol(how)}."]
     if command:
         text += ["", f"Written by `{command}`."]
     return "\n".join(text) + "\n"
 
 
-def _told(how: Protocol) -> str:
+def told_protocol(how: Protocol) -> str:
+    """Say how the cells were run and read."""
     rows = "test rows dealt independently of training rows, as in the paper"
     parts = [rows if how.test_rows == "independent" else f"test rows {how.test_rows}, unlike the paper"]
     parts += ["the last round, as in the paper" if how.last == 1 else f"average of the last {how.last} evaluations"]

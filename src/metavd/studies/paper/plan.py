@@ -72,7 +72,7 @@ def tuned_told(
         return []
     said: dict[str, None] = {}
     for cell in (cell for name in names for cell in cells(name, rows, columns)):
-        if "method" in cell.settings:
+        if "method" in cell.settings and "variant" not in cell.settings:
             asked = {**cell.settings, "test_rows": how.test_rows}
             about: dict[str, Any] = {key: asked[key] for key in ("method", "data", "partition", "test_rows")}
             said[told(with_settings(Experiment(), about), tuned_for(asked, how))] = None

@@ -132,8 +132,11 @@ def settings_of(cell: Cell, seed: int = SEED, how: Protocol = PAPER) -> dict[str
 
 
 def tuned_for(settings: Mapping[str, Any], how: Protocol) -> Tuned | None:
-    """Return what tuning chose for a run under a protocol, where that is asked for and there is some."""
-    if how.tuned is None:
+    """Return what tuning chose for a run under a protocol, where that is asked for and there is some.
+
+    The released rules (`variant`) have their own values, which nothing is to change.
+    """
+    if how.tuned is None or "variant" in settings:
         return None
     return find(how.tuned, settings["method"], settings["data"], settings["partition"], settings["test_rows"])
 

@@ -142,7 +142,7 @@ def _compare(
     settled = [value * measure.factor for value in averages if value is not None]
     last = sum(settled) / len(settled) if len(settled) == len(known) else None
     sd = results[0]["classes"]["sd"] if figure.sd is not None and how.scale == "full" else None
-    if how.scale == "smoke":
+    if how.scale == "smoke" or math.isnan(figure.value):
         return Compared(figure, mean, last, untuned, half, sd, None, None, "")
     difference = mean - figure.value
     margin, basis = _margin(figure.name, known, results[0])

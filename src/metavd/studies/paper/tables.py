@@ -7,9 +7,11 @@ cells with equal settings share a run, in whatever tables they stand.
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -19,6 +21,8 @@ from ...errors import SpecError
 from ...evaluate.figures import GAP, SPARSITY, Column
 from ...evaluate.figures import get as _get
 from ...schema import nearest
+
+_MNIST = re.compile("(?<!fe)mnist")
 
 MEASURES: dict[str, Column] = {
     "test": _get("accuracy").column("test", heading="test"),
@@ -41,6 +45,7 @@ class Figure:
     name: str
     """Of `MEASURES`."""
     value: float
+    """nan in a table that is not the paper's."""
     sd: float | None
     """Over clients, where the paper gives it."""
     mark: str
@@ -81,6 +86,10 @@ class Table:
     """What is doubtful about a row, by its label."""
     cells: tuple[Cell, ...]
     """Column by column."""
+    alone: bool = False
+    """Whether there are no numbers of the paper to set beside ours."""
+    stands_for: str = ""
+    """The paper's table whose runs these are on other data."""
 
 
 @cache
@@ -96,15 +105,57 @@ def tables() -> dict[str, Table]:
     Figure(name='test', value=80.73, sd=None, mark='')
     """
     shared = ("common", "data", "names", "options", "doubts")
-    return {name: _table(name, values) for name, values in _content().items() if name not in shared}
+    return {name: _table(name, values) for name, values in _content().items() if name not in shared and name[0] == "T"}
+
+
+@cache
+def extras() -> dict[str, Table]:
+    """Return tables that are not the paper's: A1, A2 and so on, our own, and M4 for T4, see `_on_mnist`.
+
+    >>> list(extras()), extras()["M5"].columns
+    (['A1', 'A2', 'M4', 'M5', 'M10', 'M14', 'M15'], ('b', 'c', 'd'))
+    """
+    own = {name: replace(_table(name, values), alone=True) for name, values in _content().items() if name[0] == "A"}
+    stand_ins = {f"M{name[1:]}": name for name, table in tables().items()
+                 if any("femnist" in cell.settings["data"] for cell in table.cells)}  # fmt: skip
+    return own | {name: _on_mnist(name, instead) for name, instead in stand_ins.items()}
+
+
+def _on_mnist(name: str, instead: str) -> Table:
+    """Return a table of FEMNIST with MNIST by writer in its place: the same runs, and none of the paper's numbers."""
+    values = _content()[instead]
+    shared, title = values.get("settings", {}), values["title"]
+    kept = [column for column in values["columns"] if "femnist" in column.get("data", shared.get("data", ""))]
+    no_number = [math.nan] * len(values["figures"])
+    changed = values | {
+        "title": title.replace("FEMNIST", "MNIST by writer") if "FEMNIST" in title else f"{title}, MNIST for FEMNIST",
+        "place": f"in place of {instead}",
+        "settings": _by_writer(shared),
+        "columns": [_by_writer(column) for column in kept],
+        "rows": {row: [no_number] * len(kept) for row in values["rows"]},
+        "marks": (),
+        "notes": [
+            "FEMNIST could not be had; these are the same runs on digits of MNIST by writer, 10 classes in place of "
+            "62, so that their numbers cannot be set beside the paper's"
+        ],
+    }
+    return replace(_table(name, changed), alone=True, stands_for=instead)
+
+
+def _by_writer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings or a column with MNIST in place of FEMNIST."""
+    return {
+        key: value.replace("femnist", "mnist") if isinstance(value, str) else value for key, value in settings.items()
+    }
 
 
 def get(name: str) -> Table:
     """Return the table of a name, or say which there are."""
-    known = {table.lower(): table for table in tables()}
+    every = tables() | extras()
+    known = {table.lower(): table for table in every}
     if str(name).lower() not in known:
-        raise SpecError(f"the paper has no table {name!r}; choose from {', '.join(tables())}")
-    return tables()[known[str(name).lower()]]
+        raise SpecError(f"the paper has no table {name!r}; choose from {', '.join(every)}")
+    return every[known[str(name).lower()]]
 
 
 def cells(name: str, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> list[Cell]:
@@ -162,7 +213,8 @@ def _trained(values: Mapping[str, Any], column: Mapping[str, Any], row: str) -> 
     for source in (content["options"], values.get("options", {})):
         for part in ("all", *method.split("+")):
             options |= {key: value for key, value in source.get(part, {}).items() if key in known}
-    return {"method": method, **content["common"], **content["data"][own["data"]], **own, **options}
+    dealt = content["data"][_MNIST.sub("femnist", own["data"])]
+    return {"method": method, **content["common"], **dealt, **own, **options}
 
 
 def _dealt(column: Mapping[str, Any], row: str) -> dict[str, Any]:

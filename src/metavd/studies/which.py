@@ -1,0 +1,146 @@
+"""Which method for what: ten lines, from the arena's store alone.
+
+For each question there is a figure, and the runs that it is asked of. Of every setting (data, partition, test rows,
+rounds) of those runs a method has a shortfall, how far its mean over seeds stays behind the best one's; the method with
+the smallest mean shortfall is taken, among those that ran in all of the settings. Where a setting has tuned runs, only
+those count; data that are there to try things out count where there are no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import ascii_lowercase
+from typing import NamedTuple
+
+from ..evaluate.figures import SECONDS, SENT, Column, get, number
+from .arena import SCOPE, setting_of
+from .lines import Line, read
+from .tuned import KEY, label
+
+TOY = "digits"
+NEXT = 3
+"""Methods that are named after the one that is taken."""
+
+
+class Question(NamedTuple):
+    """What somebody may want, and the figure that answers it."""
+
+    wants: str
+    column: Column
+    protocol: str = ""
+    """Only these test rows; empty: all."""
+    among: float = math.inf
+    """Only methods count whose accuracy is within so many points of the best."""
+
+
+def questions() -> list[Question]:
+    """Return the ten questions."""
+    accuracy, tenth = get("accuracy"), get("percentile_10")
+    return [
+        Question("A client meets the same mix of classes as in its own data", accuracy.column("test"), "consistent"),
+        Question("A client may meet any class, whatever it has itself", accuracy.column("test"), "independent"),
+        Question("Clients come that never took part", accuracy.column("unseen")),
+        Question("Nobody may be served badly (the worst tenth of clients)", tenth.column("test")),
+        Question("Probabilities are used as such (NLL)", get("nll").column("test")),
+        Question("Confidence must be accuracy, within 5 points of the most accurate (ECE)",
+                 get("ece_top1").column("test"), among=5),
+        Question("Sets of classes with 90 % coverage, as small as possible (LAC)",
+                 Column("LAC size", ("trust", "sets", "test", "lac", "size"), 1.0, 2, -1)),
+        Question("Inputs of another kind must be noticed (AUROC)",
+                 Column("AUROC", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1)),
+        Question("Traffic is dear, a point of accuracy is not (MB)", SENT._replace(better=-1), among=1),
+        Question("Time is dear, a point of accuracy is not (seconds)", SECONDS._replace(better=-1), among=1),
+    ]  # fmt: skip
+
+
+Means = Mapping[str, Mapping[str, float]]
+"""A figure's mean over seeds by setting and method."""
+
+
+def means(groups: Mapping[str, Mapping[str, Sequence[Line]]], column: Column) -> dict[str, dict[str, float]]:
+    """Return a figure by setting and method, where there is one."""
+    found: dict[str, dict[str, float]] = {}
+    for setting, methods in groups.items():
+        for method, lines in methods.items():
+            values = [number(line["result"], *column.path) for line in lines]
+            known = [value * column.factor for value in values if value is not None]
+            if known:
+                found.setdefault(setting, {})[method] = sum(known) / len(known)
+    return found
+
+
+def ranked(table: Means, better: int) -> list[tuple[str, float]]:
+    """Return methods with their mean shortfall, the least first; only those that every setting has."""
+    if not table:
+        return []
+    everywhere = set.intersection(*(set(methods) for methods in table.values()))
+    best = {setting: max(methods.values(), key=lambda value: better * value) for setting, methods in table.items()}
+    short = {
+        method: sum(better * (best[setting] - table[setting][method]) for setting in table) / len(table)
+        for method in everywhere
+    }
+    return sorted(short.items(), key=lambda item: (item[1], item[0]))
+
+
+def answer(question: Question, groups: Mapping[str, Mapping[str, Sequence[Line]]]) -> str:
+    """Return the cells of a question's row: what to take, its figures, and what comes next."""
+    asked = {key: methods for key, methods in groups.items() if question.protocol in ("", _protocol(methods))}
+    table = means(asked, question.column)
+    digits, accuracy = question.column.digits, dict(ranked(means(asked, get("accuracy").column("test")), 1))
+    good = {method for method, short in accuracy.items() if short <= question.among}
+    table = {key: {name: value for name, value in row.items() if name in good} for key, row in table.items()}
+    # Of methods that are alike in the digits that are shown, the more accurate one is first.
+    order = sorted(ranked(table, question.column.better), key=lambda item: (round(item[1], digits), accuracy[item[0]]))
+    if not order:
+        return "not yet measured |  | "
+    taken, letters = order[0][0], dict(zip(groups, ascii_lowercase, strict=False))
+    figures = ", ".join(f"{table[key][taken]:.{digits}f} ({letters[key]})" for key in table)
+    others = ", ".join(f"`{name}` ({short - order[0][1]:+.{digits}f})" for name, short in order[1 : 1 + NEXT])
+    return f"`{taken}` | {figures} | {others}"
+
+
+def _protocol(methods: Mapping[str, Sequence[Line]]) -> str:
+    return str(next(iter(methods.values()))[0]["settings"].get("test_rows", ""))
+
+
+def grouped(store: Path) -> dict[str, dict[str, list[Line]]]:
+    """Return the finished runs that count, by setting and method."""
+    every: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in read(store, SCOPE).values():
+        if "result" in line:
+            every[setting_of(line)][label(line["settings"])].append(line)
+    serious = {key: methods for key, methods in every.items() if not key.startswith(TOY)} or every
+    return {key: _tuned(methods) for key, methods in sorted(serious.items())}
+
+
+def _tuned(methods: Mapping[str, list[Line]]) -> dict[str, list[Line]]:
+    some = any(KEY in line["settings"] for lines in methods.values() for line in lines)
+    return {name: lines for name, lines in methods.items() if not some or KEY in lines[0]["settings"]}
+
+
+def page(store: Path, command: str = "metavd arena --which docs/which.md") -> str:
+    """Write the ten lines."""
+    groups = grouped(store)
+    every = [line for methods in groups.values() for lines in methods.values() for line in lines]
+    seeds = {len({line["seed"] for line in lines}) for methods in groups.values() for lines in methods.values()}
+    how_many = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds, default=0)} seed(s)"
+    tuned = sum(KEY in line["settings"] for line in every)
+    text = [
+        "# Which method?",
+        "",
+        "What to take for what, of the methods that the [arena](arena.md) has run. Every line is computed from its "
+        "store: the method that stays least behind the best one, averaged over the settings beside its figures.",
+        "",
+        f"{len(every)} runs, {tuned} of them with tuned settings, {how_many} of each. One seed is a lead: neighbours "
+        "that differ by a point may change places. *Then*: how much worse the next ones are, in the same unit.",
+        "",
+        "| you want | take | figures | then |",
+        "|---|---|---|---|",
+    ]
+    text += [f"| {question.wants} | {answer(question, groups)} |" for question in questions()]
+    told = "; ".join(f"({letter}) {key}" for letter, key in zip(ascii_lowercase, groups, strict=False))
+    text += ["", f"{told}." if told else "The store has no runs yet.", "", f"Written by `{command}`."]
+    return "\n".join(text) + "\n"
