@@ -144,6 +144,9 @@ class Kept(Protocol):
     def visited(self) -> list[int]:
         """Return the clients that have kept something, ascending."""
 
+    def everyone(self) -> Params:
+        """Return what all clients keep, (N, ...); of the newest table to be read before the next one is made."""
+
     def __len__(self) -> int:
         """Return the number of clients."""
 
@@ -160,6 +163,8 @@ class ServerState(NamedTuple):
     """() int64: the run's key."""
     kept: Kept | None = None
     """What simulated clients keep, where the method lets them; no function of the server is ever given it."""
+    rows: Kept | None = None
+    """Rows of the server that belong to one client each, where there are too many for `params`; see `engine.owned`."""
 
 
 class Answer(NamedTuple):

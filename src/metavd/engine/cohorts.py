@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import tree, wire
 from ..core.local import FIXED
+from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState, Update
 from ..data.cohort import Pool, arriving, choose, over, sizes_of, tossed
 from ..tree import Params
@@ -95,8 +96,8 @@ def round_of(
     computed.
     """
     device = pool.x.device
-    wasted = [wire.traffic(algorithm.emit.apply(state.params, torch.tensor(one, device=device), state.round))
-              for one in lost]  # fmt: skip
+    shown, away = fetched(state, torch.tensor(lost, dtype=torch.int64, device=device))
+    wasted = [wire.traffic(algorithm.emit.apply(shown.params, one, state.round)) for one in away]
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
         update, losses = (None, None) if algorithm.privacy is None else unanswered(state)

@@ -70,6 +70,11 @@ class Table:
         found: list[int] = self._visited().nonzero()[:, 0].tolist()
         return found
 
+    def everyone(self) -> Params:
+        """Return what all clients keep, (N, ...); of the newest version to be read before there is a next one."""
+        newest = self.newer is None and self.storage.rows.device == next(iter(self.storage.like.values())).device
+        return _cut(self.storage.rows, self.storage.like) if newest else self.rows(range(len(self)))
+
     def put(self, clients: Sequence[int], kept: Params) -> Table:
         """Return the next version, in which clients keep something else (C, ...); this one stays as it is."""
         assert self.newer is None, "only the newest version has a next one"
@@ -127,6 +132,16 @@ def empty(clients: int, like: Params) -> Table:
             flat = torch.from_file(file.name, shared=True, size=clients * width, dtype=some.dtype)
         rows = flat.reshape(clients, width)
     return Table(_Storage(rows, torch.zeros(clients, dtype=torch.bool), like))
+
+
+def laid(kept: Params) -> Table:
+    """Return the table in which all clients keep something from the start, (N, ...); nobody has changed it yet."""
+    clients = len(next(iter(kept.values())))
+    table, first = empty(clients, {name: value[0] for name, value in kept.items()}), 0
+    for value in kept.values():
+        table.storage.rows[:, first : first + value[0].numel()] = value.reshape(clients, -1)
+        first += value[0].numel()
+    return table
 
 
 def filled(clients: int, who: Sequence[int], kept: Params) -> Table:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.accountant import Mechanism
+from ..core.owned import moved
 from ..core.types import NonFiniteError, ServerState, Update
 from ..errors import FailedError, UserError
 from ..tree import Params
@@ -127,7 +128,7 @@ def _taken(
         return state._replace(round=state.round + 1), lambda: Record(
             done + 1, [], answers.lost, None, *answers.account()
         )
-    new = update(state._replace(kept=None), answers.update)
+    new = _updated(update, state, answers.update)
     if state.kept is not None:
         new = new._replace(kept=state.kept.put(answers.cohort, answers.kept) if answers.cohort else state.kept)
     weight, answered = answers.update.weight, answers.update.params | answers.kept | {"loss": answers.losses}
@@ -143,6 +144,15 @@ def _taken(
         return Record(done + 1, answers.cohort, answers.lost, known, *answers.account())
 
     return new, finish
+
+
+def _updated(update: ServerUpdate, state: ServerState, answers: Update) -> ServerState:
+    """Let the server take answers; it sees nothing of what clients keep, and of rows that clients own only theirs."""
+
+    def step(shown: ServerState, clients: Tensor) -> ServerState:
+        return update(shown._replace(kept=None), answers._replace(client=clients))
+
+    return moved(state, answers.client, step)
 
 
 def _fetch(values: Tensor) -> Callable[[], list[float]]:

@@ -17,6 +17,7 @@ from torch import nn
 from .. import methods, wire
 from ..core import rng
 from ..core.accountant import Mechanism
+from ..core.owned import apart
 from ..core.trace import check_instance
 from ..core.types import Algorithm, Model, ServerState
 from ..data import collection, partition
@@ -29,7 +30,7 @@ from ..engine import attacks
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
 from ..engine.cohorts import in_process
 from ..engine.evaluation import answers
-from ..engine.kept import started
+from ..engine.kept import laid, started
 from ..engine.machine import tuned
 from ..engine.ranks import Ranks, grain_of, joined, ranked, restarted, spread
 from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
@@ -187,7 +188,13 @@ def start(setup: Setup) -> ServerState:
     """Return the state before the first round."""
     with torch.no_grad():
         state = setup.algorithm.server.init(rng.key(setup.experiment.seed, setup.experiment.device))
-        return started(setup.algorithm, state, setup.pool.federation.num_clients)
+        return started(setup.algorithm, _laid_out(setup, state), setup.pool.federation.num_clients)
+
+
+def _laid_out(setup: Setup, state: ServerState) -> ServerState:
+    """Lay rows of many clients aside, where a round moves those of its cohort alone."""
+    e = setup.experiment
+    return state if methods.traits(e.method, e.options).moves_all_rows else apart(state, laid)
 
 
 @dataclass(frozen=True)
@@ -363,7 +370,7 @@ def _followed(setup: Setup, ranks: Ranks, store: Store) -> _Begun | dict[str, An
     if found is None:
         raise FailedError(f"rank {ranks.rank} finds no checkpoint of round {round} in {store.folder}; "
                          "ranks on several machines need one folder that all of them see")  # fmt: skip
-    return found
+    return _laid_out(setup, found[0]), found[1]
 
 
 def using(setup: Setup) -> AbstractContextManager[None]:
@@ -398,7 +405,7 @@ def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **give
         found = read(spec=spec_hash(e), seed=e.seed) if resume else None
         if resume and known and found is None:
             listener.note(f"{store.folder} holds no checkpoint of this run; it begins anew")
-        state, extra = found or (start(setup), {})
+        state, extra = (_laid_out(setup, found[0]), found[1]) if found else (start(setup), {})
         if setup.ranks is not None:
             setup.ranks.all(int(state.round) if found else None)
         store.cut_rounds(int(state.round))
