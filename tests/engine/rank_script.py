@@ -25,6 +25,8 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"method": "fedavg", "aggregate": "multi-krum:0", "attack": "sign-flip:0.2"},
     {"method": "reptile+metavd+dp", "noise": 0.5},
     {"method": "perfedavg+prior"},
+    {"method": "reptile+metavd", "part": 2},
+    {"method": "fedrep", "part": 3},
     {"method": "maml", "lost": 0.3, "valid": 0.2, "patience": 1, "eval_every": 1},
     {"method": "fedavg", "valid": 0.2, "patience": 1, "eval_every": 1, "eval_clients": 2, "final_clients": 2},
 )

@@ -80,6 +80,8 @@ class Answers(NamedTuple):
     """Asked for when the round is over; may wait for the device."""
     kept: Params = {}  # noqa: RUF012 (nobody writes into it)
     """(C, ...) what the clients keep, where they are simulated and the method lets them."""
+    sizes: Tensor | None = None
+    """(C,) sum of magnitudes of each client's answer, where the answers themselves were added up and are gone."""
 
 
 class Transport(NamedTuple):
@@ -132,6 +134,8 @@ def _taken(
     if state.kept is not None:
         new = new._replace(kept=state.kept.put(answers.cohort, answers.kept) if answers.cohort else state.kept)
     weight, answered = answers.update.weight, answers.update.params | answers.kept | {"loss": answers.losses}
+    if answers.sizes is not None:
+        answered["its answer"] = answers.sizes
     loss = (answers.losses * weight).sum() / weight.sum()  # no number where nobody answered
     told = _fetch(torch.stack([loss, *magnitudes([*answered.values(), *new.params.values()])]))
 

@@ -164,9 +164,10 @@ def prepare(
     if module is not None:
         notes.append(_layers_told(built))
     notes += cost.told(built.model, rows, built.algorithm.train_batches, int(e.cohort))
+    notes += cost.parts_told(built.algorithm, built.num_weights, e)
     here = schedule(e.backend, e.device, 0 if ranks else e.chunk)
     if ranks is not None:
-        grain = grain_of(e.backend, e.chunk, int(e.cohort))
+        grain = _grain(e)
         e, here = replace(e, chunk=grain if e.backend == "vmap" else e.chunk), ranked(here, ranks, grain)
         how = f"vmap in groups of {grain} (chunk={grain})" if grain else e.backend
         notes.append(f"{ranks.size} rank{'s share' if ranks.size > 1 else ' has'} every cohort of {e.cohort}, {how}")
@@ -306,7 +307,12 @@ def _answered(
 
     if ranks is None:
         return answer(clients)
-    return spread(ranks, state, clients, grain_of(e.backend, e.chunk, int(e.cohort)), answer)
+    return spread(ranks, state, clients, _grain(e), answer)
+
+
+def _grain(e: Experiment) -> int:
+    """Return how many clients are computed together where ranks share them, at most a part of a cohort."""
+    return grain_of(e.backend, e.chunk, min(int(e.cohort), e.part or int(e.cohort)))
 
 
 def run(
@@ -494,7 +500,7 @@ def transport(setup: Setup) -> Transport:
     }
     attack = attacks.parse(e.attack)
     return in_process(
-        setup.algorithm, setup.pool, setup.schedule, cohort=int(e.cohort), attack=attack,
+        setup.algorithm, setup.pool, setup.schedule, cohort=int(e.cohort), part=e.part, attack=attack,
         liars=None if attack is None else attacks.liars(key, int(e.clients), attack.share), **chances,
     )  # fmt: skip
 
