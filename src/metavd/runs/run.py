@@ -32,7 +32,7 @@ from ..engine.cohorts import in_process
 from ..engine.evaluation import answers
 from ..engine.kept import laid, started
 from ..engine.machine import tuned
-from ..engine.ranks import Ranks, grain_of, joined, ranked, restarted, spread
+from ..engine.ranks import Ranks, grain_of, joined, once_per_host, ranked, restarted, spread
 from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
 from ..engine.schedule import Schedule
 from ..engine.schedule.capture import captured
@@ -189,13 +189,15 @@ def start(setup: Setup) -> ServerState:
     """Return the state before the first round."""
     with torch.no_grad():
         state = setup.algorithm.server.init(rng.key(setup.experiment.seed, setup.experiment.device))
-        return started(setup.algorithm, _laid_out(setup, state), setup.pool.federation.num_clients)
+        return _laid_out(setup, started(setup.algorithm, state, setup.pool.federation.num_clients))
 
 
 def _laid_out(setup: Setup, state: ServerState) -> ServerState:
-    """Lay rows of many clients aside, where a round moves those of its cohort alone."""
+    """Lay rows of many clients aside, where a round moves those of its cohort alone; all ranks do so at once."""
     e = setup.experiment
-    return state if methods.traits(e.method, e.options).moves_all_rows else apart(state, laid)
+    if not methods.traits(e.method, e.options).moves_all_rows:
+        state = apart(state, laid)
+    return state if setup.ranks is None else once_per_host(setup.ranks, state)
 
 
 @dataclass(frozen=True)
@@ -411,9 +413,9 @@ def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **give
         found = read(spec=spec_hash(e), seed=e.seed) if resume else None
         if resume and known and found is None:
             listener.note(f"{store.folder} holds no checkpoint of this run; it begins anew")
-        state, extra = (_laid_out(setup, found[0]), found[1]) if found else (start(setup), {})
         if setup.ranks is not None:
-            setup.ranks.all(int(state.round) if found else None)
+            setup.ranks.all(int(found[0].round) if found else None)
+        state, extra = (_laid_out(setup, found[0]), found[1]) if found else (start(setup), {})
         store.cut_rounds(int(state.round))
         return stored(store, carry_out(_as_run(setup, store, listener), state, extra), **given)
 
