@@ -26,8 +26,9 @@ from metavd.engine.ledger import Ledger
 from metavd.engine.machine import tuned
 from metavd.engine.rounds import Answers, Transport, rounds
 from metavd.runs.provenance import provenance
-from metavd.runs.run import prepare, server_update, start, transport
+from metavd.runs.run import server_update, transport
 from metavd.runs.settings import Experiment, with_settings
+from metavd.runs.setup import prepare, start
 from metavd.wire import Expected, Guard, Limits, decode, encode
 
 PAGE = Path("docs/federation.md")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from metavd.bench.measure import OURS
 from metavd.bench.page import merged, read, store_figures, table, write_page
+from metavd.bench.scale import Point
 from metavd.errors import UserError
 
 
@@ -172,3 +174,29 @@ def test_starts_stand_beside_older_figures(tmp_path):
     write_page(tmp_path / "page.md", tmp_path)
     assert "on another: `metavd --help` 0.12 s." in (tmp_path / "page.md").read_text()
     assert merged(both, found("cpu"))["starts"] == both["starts"]
+
+
+def point(machine: str, **more: Any) -> dict[str, Any]:
+    measured = {"start_s": 1.0, "round_s": 0.03, "evaluation_s": 0.1, "memory_mb": 400.0, "backend": "vmap"}
+    return {**asdict(Point("fedavg", 1000)), **measured, "machine": machine, **more}
+
+
+def test_how_runs_grow_stands_beside_older_figures(tmp_path):
+    """Law: as starts do, these pieces name their machine and take no other figure away, wherever they were made."""
+    pieces = {
+        "many": [point("another"), {**asdict(Point("fedper", 10**6)), "machine": "another", "error": "no"}],
+        "ranks": [point("another", ranks=2)],
+    }
+    new = found("cpu", machine="another", commit="cafe", workloads=[], curves={}, scale=pieces)
+    both = merged(found("cpu"), new)
+    assert [each["name"] for each in both["workloads"]] == ["tiny"]
+    assert both["machine"] == "a cpu"
+    again = merged(both, found("cpu", workloads=[], curves={}, scale={"ranks": [point("third", ranks=4)]}))
+    assert [each["machine"] for each in again["scale"]["many"] + again["scale"]["ranks"]] == ["another"] * 2 + ["third"]
+    (tmp_path / "bench-cpu.json").write_text(json.dumps(again))
+    write_page(tmp_path / "page.md", tmp_path)
+    text = (tmp_path / "page.md").read_text()
+    assert "| fedavg | 1,000 | iid | 1.0 | 30 | 0.10 | 400 |" in text
+    assert "| fedper | 1,000,000 | iid | failed |" in text
+    assert "On another. Measured at commit cafe." in text
+    assert "| fedavg | 4 | vmap | 1.0 |" in text

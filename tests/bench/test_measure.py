@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from metavd.bench import measure, whole
+from metavd.bench import measure, scale, whole
 from metavd.bench.measure import (
     OURS,
     Pace,
@@ -27,6 +27,7 @@ from metavd.bench.measure import (
     whole_runs,
     with_ratios,
 )
+from metavd.bench.scale import Point, told
 from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
 from metavd.cli import main
 from metavd.errors import UserError
@@ -326,3 +327,23 @@ def test_starts_are_the_best_of_five(monkeypatch):
     found = measure.starts(lambda _: None, quick=False)
     assert calls == [words for words in measure.STARTS for _ in range(5)]
     assert [each["seconds"] for each in found] == [1, 21, 41]
+
+
+def test_how_runs_grow_is_measured_in_processes_of_their_own(monkeypatch):
+    """A point is a process, or torchrun's; one that fails is told by its last line and stops nobody."""
+    few = (Point("fedavg", 20, cohort=3, rounds=2, tested=2), Point("fedavgg", 20))
+    monkeypatch.setitem(scale.KINDS, "many", few)
+    notes: list[str] = []
+    found = bench("cpu", only=["many"], note=notes.append)["scale"]["many"]
+    assert notes == [f"  many: {told(each)}" for each in few]
+    assert found[0]["clients"] == 20
+    assert all(found[0][name] > 0 for name in ("start_s", "round_s", "evaluation_s", "memory_mb"))
+    assert "unknown method 'fedavgg'" in found[1]["error"]
+
+
+def test_what_grows_is_what_the_issue_of_scale_asks():
+    """10^2 to 10^6 clients, 10 to 10^4 a round, 1, 2 and 4 ranks."""
+    clients = {each.clients for each in scale.KINDS["many"]}
+    assert clients == {10**power for power in range(2, 7)}
+    assert {each.cohort for each in scale.KINDS["large"] if each.part} == {10, 100, 1_000, 10_000}
+    assert [each.ranks for each in scale.KINDS["ranks"]] == [1, 2, 4]

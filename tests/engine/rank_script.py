@@ -14,17 +14,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import metavd
 from cheap import cheap
 from metavd import methods
+from metavd.core import owned
 from metavd.engine.rounds import Silent
 
 CHEAP = {"batch": 8, "server_share": 0.1, "drop_from": 1, "threshold": 0.2, "hyper_width": 4}
 FIELDS = {"clients": 4, "unseen": 1, "cohort": 4, "rounds": 2, "model": "mlp", "width": 4, "partition": "quantity:1.0",
           "test_share": 0.8}  # fmt: skip
+MANY = owned.MANY
 SOME = ("fedavg", "reptile+metavd+drop", "perfedavg+vd", "fedrep", "scaffold", "pfedgp", "fedbe")
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"method": "reptile+metavd", "aggregate": "median"},
     {"method": "fedavg", "aggregate": "multi-krum:0", "attack": "sign-flip:0.2"},
     {"method": "reptile+metavd+dp", "noise": 0.5},
     {"method": "perfedavg+prior"},
+    {"method": "reptile+metavd", "part": 2},
+    {"method": "fedrep", "part": 3},
+    {"method": "reptile+metavd", "rows": "apart"},
     {"method": "maml", "lost": 0.3, "valid": 0.2, "patience": 1, "eval_every": 1},
     {"method": "fedavg", "valid": 0.2, "patience": 1, "eval_every": 1, "eval_clients": 2, "final_clients": 2},
 )
@@ -43,7 +48,9 @@ def found(backend: str) -> dict[str, list[str | None]]:
     hashes = {}
     for settings in (*({"method": name} for name in (SOME if backend == "vmap" else methods.NAMES)), *VARIANTS):
         own = cheap(settings["method"], **CHEAP)
-        result = metavd.run(source=source, backend=backend, **FIELDS | own | settings)
+        chosen = {name: value for name, value in settings.items() if name != "rows"}
+        owned.MANY = 2 if "rows" in settings else MANY
+        result = metavd.run(source=source, backend=backend, **FIELDS | own | chosen)
         hashes[" ".join(map(str, settings.values()))] = [
             result["model_sha256"], result.get("kept_sha256"), repr(result["unseen"]["nll"])]  # fmt: skip
     return hashes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -240,3 +242,33 @@ def test_filled_is_what_a_checkpoint_holds() -> None:
     table = filled(5, [1, 3], rows(1.0, 3.0))
     assert numbers(table, [3, 1, 0]) == [3.0, 1.0, 0.0]
     assert digest(table) == digest(empty(5, LIKE).put([3], rows(3.0)).put([1], rows(1.0)))
+
+
+def test_ranks_of_a_host_share_one_file_which_the_first_writes() -> None:
+    """Law: both have the same rows at every version, and only one of them wrote; the file has no name any more."""
+    barrier, said = threading.Barrier(2), {}
+
+    def rank(number: int) -> list[module.Table]:
+        def tell(path: str | None) -> str:
+            barrier.wait(60)
+            said.update({} if path is None else {"path": path})
+            barrier.wait(60)
+            return said["path"]
+
+        begun = empty(5, LIKE).put([2], rows(7.0))
+        versions = [module.once_per_host(begun, tell, first=number == 0, everyone=False)]
+        for step in range(1, 4):
+            versions.append(versions[-1].put([step, 4], rows(10.0 * step, 10.0 * step + 4)))
+        return versions
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.visited() == b.visited()
+        assert numbers(a, [0, 1, 2, 3, 4]) == numbers(b, [0, 1, 2, 3, 4])
+    assert numbers(first[0], [1, 2, 3, 4]) == [0.0, 7.0, 0.0, 0.0]
+    assert numbers(second[2], [1, 2, 3, 4]) == [10.0, 20.0, 0.0, 24.0]
+    assert [table.storage.writes for table in (first[0], second[0])] == [True, False]
+    first[0].storage.rows[0] = 5.0
+    assert numbers(second[-1], [0]) == [5.0]
+    assert not Path(said["path"]).exists()

@@ -13,8 +13,8 @@ from metavd.core import emit, local
 from metavd.core.posterior import LogVariance
 from metavd.core.types import Batch, Local, Move
 from metavd.errors import SpecError
-from metavd.runs.run import Setup, start
 from metavd.runs.settings import Experiment, resolve, spec_hash
+from metavd.runs.setup import Setup, start
 from metavd.studies.plan import dimension, space
 from metavd.tree import Params
 

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..runs.provenance import provenance
 from ..runs.settings import Experiment, with_settings
 from ..studies.side import sharing
-from . import whole
+from . import scale, whole
 from .ours import dealt
 from .workload import CURVES, WORKLOADS, Order, Workload, curve, training_flops
 
@@ -386,7 +386,7 @@ def bench(
     `keep` is given what there is after every piece, so that who stops early keeps something.
     """
     works = {work.name: work for work in WORKLOADS[device]}
-    parts = [*works, *CURVES, WHOLE if device == "cuda" else START]
+    parts = [*works, *CURVES, *([WHOLE] if device == "cuda" else [*scale.KINDS, START])]
     unknown = sorted(set(only) - set(parts))
     if unknown:
         raise UserError(f"there is no part {unknown[0]!r} on {device}; choose from {', '.join(parts)}")
@@ -398,7 +398,7 @@ def bench(
     chosen = variants(device, settings or {}, flower, pfl)
     wanted = set(only) or {*parts} - ({WHOLE} if root is None else set())
     peaks: dict[str, float] = {}
-    if wanted != {START}:
+    if wanted - {START, *scale.KINDS}:
         note("  matrix products")
         answer = subprocess.run(
             [sys.executable, "-m", "metavd.bench.peak", device], check=True, capture_output=True, text=True
@@ -416,6 +416,7 @@ def bench(
         "curves": {},
         "whole": [],
         "starts": [],
+        "scale": {},
     }
     if START in wanted:
         found["starts"] = starts(note, quick=quick)
@@ -427,6 +428,10 @@ def bench(
     for name in CURVES:
         if name in wanted:
             found["curves"][name] = scaled(name, device, chosen[0], peaks, note, quick=quick)
+            keep(found)
+    for name in scale.KINDS:
+        if name in wanted:
+            found["scale"][name] = scale.scaled(name, note, quick=quick)
             keep(found)
     for each in whole_runs(root, note, quick=quick) if root and WHOLE in wanted else ():
         found["whole"].append(each)

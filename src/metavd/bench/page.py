@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from ..container import write_atomic
 from ..errors import UserError
 from ..report.pictures import RIGHT, logarithmic, looking_alike
+from .scale import KINDS, LARGE, MANY, RANKS
 from .workload import CURVES
 
 DEVICES = ("cpu", "cuda")
@@ -104,6 +105,44 @@ _CURVE_TEXT = {
         "width": "Three convolutions of so many filters, 10 clients a round, 5 steps of 64 images of 3x32x32.",
     },
 }
+
+
+_SCALE_TITLES = {MANY: "A hundred to a million clients", LARGE: "Large cohorts", RANKS: "Ranks"}
+_SCALE_TEXT = {
+    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation; "
+    "every point in a process of its own. The start is from the rows in memory to the first round; the round is the "
+    "median; memory is the most that the process had, its rows included.",
+    LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 128. Answers are added up in parts of so "
+    "many clients; *all* holds the whole cohort, as far as that was tried.",
+    RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients a round, one "
+    "thread per rank; memory is that of the largest rank. Ranks can be faster up to the number of cores; more of them "
+    "only show what they cost.",
+}
+
+
+def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the rows of a table of how runs grow, the headings first."""
+    first = {
+        MANY: (["method", "clients", "partition"], lambda p: [p["method"], f"{p['clients']:,}", p["partition"]]),
+        LARGE: (["method", "clients a round", "in parts of"],
+                lambda p: [p["method"], f"{p['cohort']:,}", f"{p['part']:,}" if p["part"] else "all"]),
+        RANKS: (["method", "ranks", "backend"], lambda p: [p["method"], f"{p['ranks']}", p.get("backend", "")]),
+    }[kind]  # fmt: skip
+    rows = [[*first[0], "start s", "ms a round", "evaluation s", "memory MB"]]
+    for each in points:
+        if "error" in each:
+            rows.append([*first[1](each), "failed", "", "", ""])
+            continue
+        rows.append([*first[1](each), f"{each['start_s']:.1f}", f"{1000 * each['round_s']:.0f}",
+                     f"{each['evaluation_s']:.2f}", f"{each['memory_mb']:,.0f}"])  # fmt: skip
+    return rows
+
+
+def _scale_part(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> list[str]:
+    machines = " and ".join(sorted({each["machine"] for each in points}))
+    text = f"{_SCALE_TEXT[kind]} On {machines}.{_of(points, commit)}"
+    failed = [f"\n{each['method']} failed: {each['error']}" for each in points if "error" in each]
+    return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", _markdown(scale_rows(kind, points)), *failed]
 
 
 def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -199,6 +238,9 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
         times = ", ".join(f"`{each['command']}` {each['seconds']:.2f} s" for each in found["starts"])
         text = f"Until a command has answered, best of five, on {found['starts'][0]['machine']}: {times}."
         lines += ["", "### Start", "", text + _of(found["starts"], found["commit"])]
+    for kind in KINDS:
+        if found["scale"].get(kind):
+            lines += _scale_part(kind, found["scale"][kind], found["commit"])
     for name, points in found["curves"].items():
         text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
         lines += ["", f"### {_AXES[name]}", "", text, "", _markdown(_curve_rows(name, points))]
@@ -229,8 +271,9 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     So a device that is lent for minutes can be measured piece by piece; ratios are of one run all the same.
     """
     new = _marked(new)
-    if old and not any(new[part] for part in ("workloads", "curves", "whole")):  # starts name their machine themselves
-        return {**_marked(old), "starts": new["starts"]}
+    if old and not any(new[part] for part in ("workloads", "curves", "whole")):  # the others name their machine
+        old = _marked(old)
+        return {**old, "starts": new["starts"] or old["starts"], "scale": {**old["scale"], **new["scale"]}}
     if any(old.get(key) != new[key] for key in ("device", "machine", "torch", "quick")):
         return new
     old = _marked(old)
@@ -242,6 +285,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         "curves": {**old["curves"], **new["curves"]},
         "whole": _replaced(old["whole"], new["whole"], "method", "at_once"),
         "starts": new["starts"] or old["starts"],
+        "scale": {**old["scale"], **new["scale"]},
     }
 
 
@@ -251,9 +295,11 @@ def _marked(found: Mapping[str, Any]) -> dict[str, Any]:
     def mark(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [{"commit": found["commit"], **piece} for piece in pieces]
 
-    curves = {name: mark(points) for name, points in found["curves"].items()}
+    curves, scale = (
+        {name: mark(points) for name, points in found.get(part, {}).items()} for part in ("curves", "scale")
+    )
     lists = {part: mark(found.get(part, ())) for part in ("workloads", "whole", "starts")}
-    return {**found, **lists, "curves": curves}
+    return {**found, **lists, "curves": curves, "scale": scale}
 
 
 def _replaced(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *keys: str) -> list[Any]:

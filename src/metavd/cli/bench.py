@@ -36,8 +36,8 @@ def _shown(arguments: list[str]) -> str:
 
 @click.command("bench")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width; on cpu also start; on "
-              "cuda paper, paper100, whole.")  # fmt: skip
+@click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width; on cpu also many, "
+              "large, ranks, start; on cuda paper, paper100, whole.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
 @click.option("--json", "place", type=click.Path(dir_okay=False), metavar="FILE",
@@ -56,7 +56,8 @@ def bench_command(
     """Measure the engine beside the loops that people write, Flower and pfl.
 
     Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
-    clients and the network. Close everything else first: the machine is used whole.
+    clients and the network; on a CPU also up to a million clients, 10,000 a round and four processes. Close everything
+    else first: the machine is used whole.
     """
     used = later.studies_side.device_of(device)
     store = Path(place) if place else (Path(_STORE) / f"bench-{used}.json" if page or render else None)
@@ -104,6 +105,9 @@ def _print(found: Mapping[str, Any]) -> None:
         for point in points:
             line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]
             click.echo(f"{name} {point['value']:>7,}: {line}")
+    for name, points in found["scale"].items():
+        for row in later.bench_page.scale_rows(name, points)[1:]:
+            click.echo(f"{name}: {', '.join(row)}")
     for each in found["starts"]:
         click.echo(f"{each['command']}: {each['seconds']:.2f} s")
     for each in found["whole"]:

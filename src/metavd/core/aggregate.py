@@ -13,15 +13,14 @@ from torch import Tensor
 from ..tree import Params
 from .posterior import Posterior, per_weight
 from .rules.coordinates import weighted_median
-from .types import Aggregate
+from .types import Summed
 
 _EPS = 1e-10
 """Added to the sum of precisions, as in the released code."""
 
 
-def mean(params: Params, weight: Tensor) -> Params:  # noqa: ARG001
-    """Everyone's own answer: `pull` then moves towards their weighted mean."""
-    return params
+mean = Summed(lambda params, weight: params, (), lambda params, weight: {}, lambda sums, now: {})  # noqa: ARG005
+"""Everyone's own answer: `pull` then moves towards their weighted mean."""
 
 
 def bounded(weight: Tensor, most: float) -> Tensor:
@@ -32,7 +31,12 @@ def bounded(weight: Tensor, most: float) -> Tensor:
     >>> bounded(torch.tensor([10.0, 1e9, 12.0]), 2.0)
     tensor([10., 24., 12.])
     """
-    return weight.minimum(most * weight.sort().values[(len(weight) - 1) // 2])
+    return weight.minimum(most * lower_median(weight))
+
+
+def lower_median(weight: Tensor) -> Tensor:
+    """Return the median of weights (C,), of an even number the lower one."""
+    return weight.sort().values[(len(weight) - 1) // 2]
 
 
 def _precisions(posterior: Posterior, params: Params, layer: str, share: Tensor) -> Tensor:
@@ -41,7 +45,7 @@ def _precisions(posterior: Posterior, params: Params, layer: str, share: Tensor)
     return torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, share)
 
 
-def precision(posterior: Posterior) -> Aggregate:
+def precision(posterior: Posterior) -> Summed:
     """Consensus mean of the variational layers, weighted by each client's precision.
 
         mu = sum_i w_i m_i s_i^-2 mu_i / sum_i w_i m_i s_i^-2        (MetaVD, eq. 5 without its stray 1/M)
@@ -68,7 +72,25 @@ def precision(posterior: Posterior) -> Aggregate:
             targets[name] = consensus.expand_as(answers)
         return targets
 
-    return aggregate
+    def sums(params: Params, weight: Tensor) -> Params:
+        found: Params = {}
+        for layer in posterior.layers:
+            name = f"{layer}.weight"
+            counts = _precisions(posterior, params, layer, weight)
+            if f"{layer}.mask" in params:
+                counts = counts * torch.func.vmap(per_weight)(params[f"{layer}.mask"], params[name])
+            found |= {f"{name}/votes": counts.sum(0), f"{name}/answers": (counts * params[name]).sum(0)}
+        return found
+
+    def consensus(sums: Params, now: Params) -> Params:
+        return {
+            name: torch.where(sums[f"{name}/votes"] > 0, sums[f"{name}/answers"] / (sums[f"{name}/votes"] + _EPS),
+                              now[name])
+            for name in names
+        }  # fmt: skip
+
+    names = tuple(f"{layer}.weight" for layer in posterior.layers)
+    return Summed(aggregate, names, sums, consensus)
 
 
 def votes(params: Params, weight: Tensor, names: Iterable[str], posterior: Posterior | None) -> Params:

@@ -83,6 +83,25 @@ def released(base: Server, emit: Emit, mechanism: Mechanism, normal: Normal = rn
         state = base.init(key)
         return state._replace(params=state.params | {CLIP: state.round.new_tensor(m.clip)}) if m.adaptive else state
 
+    def limit_of(state: ServerState, like: Params) -> Tensor | float:
+        if m.sites:
+            weights = sum(value.numel() for value in like.values())
+            return m.clip * (1.0 + _ROOM * m.multiplier * math.sqrt(weights / m.cohort))
+        return state.params[CLIP] if m.adaptive else m.clip
+
+    def added(moves: Params, limit: Tensor | float, state: ServerState) -> Params:
+        """Return the part of the mean that these clients are, their moves cut; and who stayed within the clip."""
+        length = lengths(moves)
+        share = torch.ones_like(length) / length.new_full((), float(m.cohort))
+        found = {
+            f"mean/{name}": torch.einsum("c,c...->c...", share.to(value.dtype), value).sum(0)
+            for name, value in shortened(moves, length, limit).items()
+        }
+        if not m.adaptive:
+            return found
+        clip = state.params[CLIP]
+        return found | {"within": ((length <= clip).to(clip.dtype) - 0.5).sum()}
+
     def update(state: ServerState, update: Update) -> ServerState:
         before = state._replace(params=tree.select(state.params, lambda name: name != CLIP))
         nobody = torch.zeros(1, dtype=torch.int64, device=state.round.device)
@@ -91,19 +110,14 @@ def released(base: Server, emit: Emit, mechanism: Mechanism, normal: Normal = rn
         # Of a round without an answer there is nothing but the noise.
         answered = {name: update.params[name] - update.sent[name] for name in like if name in update.params}
         none = {name: value[:0] for name, value in like.items()}
-        moves = answered or none
-        limit = state.params[CLIP] if m.adaptive else m.clip
-        if m.sites:
-            weights = sum(value.numel() for value in like.values())
-            limit = m.clip * (1.0 + _ROOM * m.multiplier * math.sqrt(weights / m.cohort))
-        length = lengths(moves)
+        limit = limit_of(state, like)
+        sums = update.sums or added(answered or none, limit, state)
         key = rng.fold(state.key, NOISE, state.round.to(torch.int64))
-        share = torch.ones_like(length) / length.new_full((), float(m.cohort))
         mean = {}
-        for i, (name, value) in enumerate(shortened(moves, length, limit).items()):
-            mean[name] = torch.einsum("c,c...->c...", share.to(value.dtype), value).sum(0)
+        for i, name in enumerate(like):
+            mean[name] = sums[f"mean/{name}"]
             if m.multiplier and not m.sites:
-                drawn = normal(rng.fold(key, i), value.shape[1:], value.dtype)
+                drawn = normal(rng.fold(key, i), mean[name].shape, mean[name].dtype)
                 mean[name] = mean[name] + (m.sum_noise * limit / m.cohort) * drawn
         moved = {name: value[None] for name, value in mean.items()}
         told = Update(nobody, sent | tree.map(torch.add, like, moved), state.round.new_ones(1), sent, moved)
@@ -111,13 +125,17 @@ def released(base: Server, emit: Emit, mechanism: Mechanism, normal: Normal = rn
         if not m.adaptive:
             return new
         clip = state.params[CLIP]
-        count = ((length <= clip).to(clip.dtype) - 0.5).sum()
+        count = sums["within"]
         if m.multiplier:
             count = count + m.count_noise * normal(rng.fold(key, COUNT), (), clip.dtype)
         follows = clip * torch.exp(-m.clip_rate * (0.5 + count / m.cohort - m.quantile))
         return new._replace(params=new.params | {CLIP: follows})
 
-    return Server(init, update)
+    def take(state: ServerState, update: Update, weight: Tensor) -> Params:  # noqa: ARG001
+        moves = {name: value - update.sent[name] for name, value in movable(update.params).items()}
+        return added(moves, limit_of(state, {name: value[:1] for name, value in moves.items()}), state)
+
+    return Server(init, update, take)
 
 
 def veiled(mechanism: Mechanism, normal: Normal = rng.normal) -> Veil:

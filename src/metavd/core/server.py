@@ -18,7 +18,7 @@ from torch.func import vmap
 from .. import tree
 from ..tree import Params
 from . import rng
-from .aggregate import votes
+from .aggregate import bounded, lower_median, votes
 from .diff import grad, pulled
 from .emit import OWNED
 from .local import FIXED
@@ -26,15 +26,51 @@ from .objective import soft_cross_entropy
 from .optim import Groups, remembered
 from .posterior import Posterior, per_weight
 from .rules import Ballot, Rule, consensus
-from .types import Aggregate, Emit, Model, Server, ServerState, Update
+from .types import Aggregate, Emit, Model, Server, ServerState, Summed, Update
 
 _TINY = 1e-30
 """Keeps the shares of a cohort without any rows at 0."""
+_PART = 256
+"""Clients whose pull towards a consensus is computed at once, where answers were added up."""
 
 
 def movable(params: Params) -> Params:
     """Return the entries that training moves: all but masks."""
     return tree.select(params, lambda name: name.rpartition(".")[2] not in FIXED)
+
+
+Names = Callable[[str], bool]
+
+
+def all_names(name: str) -> bool:  # noqa: ARG001
+    """Every entry."""
+    return True
+
+
+def under(prefix: str, sums: Params) -> Params:
+    """Return the sums of one kind, by the names that they have there."""
+    return {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
+
+
+def _shares(weight: Tensor, of: Tensor, *, by_size: bool = True) -> Tensor:
+    """Return clients' shares (n,) of a cohort with these weights (C,): by weight, or all alike."""
+    weight, of = (weight, of) if by_size else (torch.ones_like(weight), torch.ones_like(of))
+    return weight / of.sum().clamp(min=_TINY)
+
+
+def limited(base: Server, most: float) -> Server:
+    """Let no client weigh more than `most` times the median client of its cohort."""
+
+    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
+        assert base.take is not None
+        lighter = update._replace(weight=update.weight.minimum(most * lower_median(weight)))
+        return base.take(state, lighter, bounded(weight, most))
+
+    return Server(
+        base.init,
+        lambda state, update: base.update(state, update._replace(weight=bounded(update.weight, most))),
+        base.take and take,
+    )
 
 
 def pull(
@@ -59,6 +95,10 @@ def pull(
     MetaVD's rule for the hypernetwork and the embeddings. w_i is the client's share of the data (or 1/C). A
     client-owned row takes its own client's step with weight 1: no one else shares it. owned_by_share=True weighs it
     by w_i, as the released code does.
+
+    The gradient is a sum over clients, and so are the votes of a `Summed` aggregate: `take` adds them up part by part.
+    Where answers pull towards a consensus, their pull waits for it: what clients were sent is then emitted again, in
+    parts, which gives the same bits for the weights that all share.
     """
 
     def init(key: Tensor) -> ServerState:
@@ -67,41 +107,80 @@ def pull(
         some = next(iter(params.values()))
         return ServerState(params, slots, torch.zeros((), dtype=some.dtype, device=some.device), key)
 
-    def update(state: ServerState, update: Update) -> ServerState:
-        weight = update.weight if by_size else torch.ones_like(update.weight)
-        weight = weight / weight.sum().clamp(min=_TINY)
-        targets = aggregate(update.params, weight)
+    def pulls(state: ServerState, clients: Tensor, gap: Callable[[Params], Params], among: Names = all_names) -> Params:
+        """Return sum_i J_emit(i)^T gap_i over clients and some of the entries that they are sent."""
         fixed = {name: value for name, value in state.params.items() if name.rpartition(".")[2] in FIXED}
 
         def emitted(moving: Params) -> Params:
-            out = vmap(emit.apply, (None, 0, None))(fixed | moving, update.client, state.round)
-            return movable(out)
+            out = vmap(emit.apply, (None, 0, None))(fixed | moving, clients, state.round)
+            return tree.select(movable(out), among)
 
+        return pulled(emitted, movable(state.params), gap)
+
+    def apart(update: Update, targets: Params, share: Tensor) -> Callable[[Params], Params]:
         def gap(computed: Params) -> Params:
             if update.moved:
-                apart = tree.map(torch.neg, update.moved)
+                found = tree.map(torch.neg, update.moved)
             else:
-                apart = tree.map(torch.sub, computed if anew else movable(update.sent), targets)
-            return tree.map(lambda value: torch.einsum("c,c...->c...", weight, value), apart)
+                sent = computed if anew else tree.select(movable(update.sent), computed.__contains__)
+                found = tree.map(torch.sub, sent, targets)
+            return tree.map(lambda value: torch.einsum("c,c...->c...", share, value), found)
 
-        gradient = pulled(emitted, movable(state.params), gap)
+        return gap
+
+    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
+        assert isinstance(aggregate, Summed)
+        share, common = _shares(update.weight, weight, by_size=by_size), aggregate.names
+        gap = apart(update, update.params, share)
+        gradient = pulls(state, update.client, gap, lambda name: name not in common)
+        return (
+            {f"gradient/{name}": value for name, value in gradient.items()}
+            | {f"votes/{name}": value for name, value in aggregate.sums(update.params, share).items()}
+            | {f"sent/{name}": value.sum(0) for name, value in update.params.items() if name.endswith(".mask")}
+        )
+
+    def added(state: ServerState, update: Update, share: Tensor) -> Params:
+        """Return the gradient from sums; who pulls towards a consensus is known only now that there is one."""
+        assert isinstance(aggregate, Summed)
+        gradient = under("gradient/", update.sums)
+        if not aggregate.names:
+            return gradient
+        common = aggregate.consensus(under("votes/", update.sums), state.params)
+        for first in range(0, len(share), _PART):
+            some = share[first : first + _PART]
+
+            def gap(computed: Params, some: Tensor = some) -> Params:
+                return {name: torch.einsum("c,c...->c...", some, value - common[name])
+                        for name, value in computed.items()}  # fmt: skip
+
+            more = pulls(state, update.client[first : first + _PART], gap, common.__contains__)
+            gradient = tree.map(torch.add, gradient, more)
+        return gradient
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        share = _shares(update.weight, update.weight, by_size=by_size)
+        if update.sums:
+            gradient, masks = added(state, update, share), under("sent/", update.sums)
+        else:
+            gradient = pulls(state, update.client, apart(update, aggregate(update.params, share), share))
+            masks = {name: mask.amax(0) for name, mask in update.params.items() if name.endswith(".mask")}
         if not owned_by_share:
             for name in gradient:
                 if name.startswith(OWNED):
-                    inverse = torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+                    inverse = torch.where(share > 0, 1.0 / share, torch.zeros_like(share))
                     rows = torch.einsum("c,c...->c...", inverse, gradient[name][update.client])
                     gradient[name] = gradient[name].index_copy(0, update.client, rows)
         params, slots = groups.step(state.params, tree.clip(gradient, clip), state.slots, update.client)
-        for name, mask in tree.select(update.params, lambda name: name.endswith(".mask")).items():
+        for name, mask in masks.items():
             # A weight that nobody was sent stays where it is, and so does what is remembered of it.
             weights = name.removesuffix("mask") + "weight"
-            sent_to_some = per_weight(mask.amax(0), params[weights]) > 0
+            sent_to_some = per_weight(mask, params[weights]) > 0
             params[weights] = torch.where(sent_to_some, params[weights], state.params[weights])
             for each in remembered(weights, slots):
                 slots[each] = torch.where(sent_to_some, slots[each], state.slots[each])
         return ServerState(params, slots, state.round + 1, state.key)
 
-    return Server(init, update)
+    return Server(init, update, take if isinstance(aggregate, Summed) else None)
 
 
 def guarded(base: Server, rule: Rule, posterior: Posterior | None = None, *, by_size: bool = True) -> Server:
@@ -141,7 +220,7 @@ def by_participation(base: Server, prefix: str, num_clients: int) -> Server:
                  for name, value in new.params.items() if name.startswith(prefix)}  # fmt: skip
         return new._replace(params=new.params | moved)
 
-    return Server(base.init, update)
+    return Server(base.init, update, base.take)
 
 
 def idle(model: Model) -> Server:
@@ -151,7 +230,10 @@ def idle(model: Model) -> Server:
         some = next(iter(model.init(rng.fold(key, 0)).values()))
         return ServerState({}, {}, torch.zeros((), dtype=some.dtype, device=some.device), key)
 
-    return Server(init, lambda state, update: state._replace(round=state.round + 1))  # noqa: ARG005
+    def update(state: ServerState, update: Update) -> ServerState:  # noqa: ARG001
+        return state._replace(round=state.round + 1)
+
+    return Server(init, update, lambda state, update, weight: {})  # noqa: ARG005
 
 
 def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> Server:
@@ -168,22 +250,32 @@ def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> 
         state = base.init(key)
         return state._replace(slots=others(state.slots))
 
-    def update(state: ServerState, update: Update) -> ServerState:
-        moved = base.update(
-            state._replace(params=others(state.params)),
-            update._replace(params=others(update.params), sent=others(update.sent)),
+    def rest(state: ServerState, update: Update) -> tuple[ServerState, Update]:
+        return state._replace(params=others(state.params)), update._replace(
+            params=others(update.params), sent=others(update.sent)
         )
+
+    def averages(update: Update, weight: Tensor) -> Params:
+        share = _shares(update.weight, weight)
+        return {name: torch.einsum("c,c...->...", share, update.params[name]) for name in names}
+
+    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
+        assert base.take is not None
+        means = {f"mean/{name}": value for name, value in averages(update, weight).items()}
+        return base.take(*rest(state, update), weight) | means
+
+    def update(state: ServerState, update: Update) -> ServerState:
+        moved = base.update(*rest(state, update))
         total = update.weight.sum()
-        weight = update.weight / total.clamp(min=_TINY)
+        means = under("mean/", update.sums) if update.sums else averages(update, update.weight)
         share = torch.ones_like(state.round) if math.isinf(rounds) else 1.0 / (state.round + 1.0)
         takes = (state.round < rounds) & (total > 0)
         params = dict(state.params) | moved.params
         for name in names:
-            mean = torch.einsum("c,c...->...", weight, update.params[name])
-            params[name] = torch.where(takes, params[name] + share * (mean - params[name]), params[name])
+            params[name] = torch.where(takes, params[name] + share * (means[name] - params[name]), params[name])
         return moved._replace(params=params)
 
-    return Server(init, update)
+    return Server(init, update, base.take and take)
 
 
 def prune(
@@ -197,22 +289,30 @@ def prune(
     g is then rounding noise.
     """
 
+    def averages(update: Update, weight: Tensor) -> Params:
+        share = _shares(update.weight, weight)
+        return {layer: torch.einsum("c,c...->...", share, update.params[f"{layer}.weight"]) for layer in layers}
+
+    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
+        assert base.take is not None
+        means = {f"towards/{layer}": value for layer, value in averages(update, weight).items()}
+        return base.take(state, update, weight) | means
+
     def update(state: ServerState, update: Update) -> ServerState:
         new = base.update(state, update)
-        weight = update.weight / update.weight.sum().clamp(min=_TINY)
+        means = under("towards/", update.sums) if update.sums else averages(update, update.weight)
         params = dict(new.params)
         for layer in layers:
             name, mask = f"{layer}.weight", f"{layer}.mask"
             at = (new if released else state).params[name]
-            towards = torch.einsum("c,c...->...", weight, update.params[name])
-            saliency = (at * (at - towards) / lr).abs()
+            saliency = (at * (at - means[layer]) / lr).abs()
             kept = round((1.0 - sparsity) * saliency.numel()) + int(released)
             threshold = saliency.flatten().sort(descending=True).values[max(kept, 1) - 1]
             chosen = (saliency >= threshold).to(at.dtype)
             params[mask] = torch.where(state.round == 0, chosen, params[mask])
         return new._replace(params=params)
 
-    return Server(base.init, update)
+    return Server(base.init, update, base.take and take)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,8 @@ class Update(NamedTuple):
     """(C, ...) what each client received, to the bit; what all share is one tensor, expanded."""
     moved: Params = {}  # noqa: RUF012 (nobody writes into it)
     """(C, ...) params - sent, where that is known better than a subtraction tells; empty: it is not."""
+    sums: Params = {}  # noqa: RUF012 (nobody writes into it)
+    """What a server has added up of the answers as they came (`Server.take`), in place of `params` and `sent`."""
 
 
 class Kept(Protocol):
@@ -144,6 +146,9 @@ class Kept(Protocol):
     def visited(self) -> list[int]:
         """Return the clients that have kept something, ascending."""
 
+    def everyone(self) -> Params:
+        """Return what all clients keep, (N, ...); of the newest table to be read before the next one is made."""
+
     def __len__(self) -> int:
         """Return the number of clients."""
 
@@ -160,6 +165,8 @@ class ServerState(NamedTuple):
     """() int64: the run's key."""
     kept: Kept | None = None
     """What simulated clients keep, where the method lets them; no function of the server is ever given it."""
+    rows: Kept | None = None
+    """Rows of the server that belong to one client each, where there are too many for `params`; see `engine.owned`."""
 
 
 class Answer(NamedTuple):
@@ -172,10 +179,19 @@ class Answer(NamedTuple):
 
 
 class Server(NamedTuple):
-    """`init(key)` starts a run, `update(state, update)` takes one round's answers."""
+    """`init(key)` starts a run, `update(state, update)` takes one round's answers, or what `take` made of them."""
 
     init: Callable[[Tensor], ServerState]
     update: Callable[[ServerState, Update], ServerState]
+    take: Take | None = None
+    """How answers are added up part by part; None: the server needs all of them at once."""
+
+
+Take = Callable[[ServerState, Update, Tensor], Params]
+"""(state, a part of the cohort's answers, the whole cohort's weights (C,)) -> sums over the part's clients.
+
+Added entry by entry over all parts they are `Update.sums`. Only one part's answers are ever in memory.
+"""
 
 
 class Move(NamedTuple):
@@ -248,7 +264,26 @@ class Local:
 Objective = Callable[[Params, Batch, Params], Tensor]
 """(parameters, batch, what was received) -> scalar loss."""
 Aggregate = Callable[[Params, Tensor], Params]
-"""((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets."""
+"""((C, ...) adapted, (C,) weights that sum to 1) -> (C, ...) targets. One that adds up part by part is a `Summed`."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """An `Aggregate` for which sums over clients suffice: some entries have one target for all, others their own."""
+
+    targets: Aggregate
+    names: tuple[str, ...]
+    """Entries with one target for all clients, the consensus; every other entry's target is the client's answer."""
+    sums: Callable[[Params, Tensor], Params]
+    """((n, ...) some clients' answers, (n,) their weights, of which the whole cohort's sum to 1) -> sums over them."""
+    consensus: Callable[[Params, Params], Params]
+    """(sums over all clients, where the entries are now) -> the consensus of each of `names`."""
+
+    def __call__(self, params: Params, weight: Tensor) -> Params:
+        """Return the targets of all clients at once."""
+        return self.targets(params, weight)
+
+
 Veil = Callable[[Params, Params, Tensor], Params]
 """(received, answer, key) -> what a client sends in place of its answer."""
 Predict = Callable[[Params, Tensor, Tensor], Answer]

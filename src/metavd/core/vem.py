@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import tree
 from ..tree import Params
 from . import rng
-from .types import Aggregate, Batch, Model, Objective
+from .types import Batch, Model, Objective, Summed
 
 VARIANCE = "head.variance"
 """() rho_i^2, which travels beside m_i."""
@@ -115,7 +115,7 @@ def expected(model: Model, head: Head, draws: int, weight: float) -> Objective:
     return objective
 
 
-def by_confidence(head: Head) -> Aggregate:
+def by_confidence(head: Head) -> Summed:
     """Consensus of the latent head: mu = sum_i m_i / rho_i^2 over sum_i 1 / rho_i^2; all others pass through.
 
     A client without rows has no say.
@@ -127,4 +127,11 @@ def by_confidence(head: Head) -> Aggregate:
         means = {name: torch.einsum("c,c...->...", share, params[name]) for name in head.names}
         return params | {name: value.expand_as(params[name]) for name, value in means.items()}
 
-    return aggregate
+    def sums(params: Params, weight: Tensor) -> Params:
+        votes = (weight > 0) / params[VARIANCE].clamp(min=_TINY)
+        return {name: torch.einsum("c,c...->...", votes, params[name]) for name in head.names} | {"votes": votes.sum()}
+
+    def consensus(sums: Params, now: Params) -> Params:  # noqa: ARG001
+        return {name: sums[name] / sums["votes"].clamp(min=_TINY) for name in head.names}
+
+    return Summed(aggregate, head.names, sums, consensus)

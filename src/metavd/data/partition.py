@@ -27,6 +27,7 @@ from .partitioners import (
     PartitionKind,
     apportion,
     by_class,
+    cut,
     dirichlet,
     iid,
     join,
@@ -129,7 +130,7 @@ def federate(
     watched = [*range(clients), *range(tests, sum(counts))]
     valids = dict.fromkeys(range(len(train)), held[:0])
     if valid_rows == OWN:
-        for client in watched:
+        for client in watched if valid else ():
             train[client], valids[client] = _hold_out(train[client], valid, stream)
     else:
         trained = [train[client] for client in watched]
@@ -254,7 +255,7 @@ def _deal_consistent(
         weight = counts[:, y[rows[group[0]]]]
         # A class that nobody trains on has no mix to follow and is dealt evenly.
         size = apportion(weight if weight.any() else np.ones(num, np.int64), len(group), rng)
-        pieces.append(np.split(rows[rng.permutation(group)], np.cumsum(size)[:-1]))
+        pieces.append(cut(rows[rng.permutation(group)], np.cumsum(size)[:-1]))
     return join(pieces, [None] * len(pieces), num, rng)
 
 

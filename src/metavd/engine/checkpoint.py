@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..container import Format, dump, load, write_atomic
+from ..core.owned import whole
 from ..core.types import ServerState
 from ..errors import UserError
 from ..tree import Params
@@ -30,6 +31,7 @@ KEEP = 2
 
 def _flat(state: ServerState) -> Params:
     """Return all that a server knows, by name."""
+    state = whole(state)
     named = {f"params/{name}": value for name, value in state.params.items()}
     named |= {f"slots/{name}": value for name, value in state.slots.items()}
     named |= {"round": state.round, "key": state.key}

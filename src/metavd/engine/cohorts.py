@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from .. import tree, wire
 from ..core.local import FIXED
+from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState, Update
 from ..data.cohort import Pool, arriving, choose, over, sizes_of, tossed
 from ..tree import Params
 from .attacks import Attack, deceived, falsified
-from .rounds import Account, Answers, Record, Transport
+from .rounds import TRAFFIC, Account, Answers, Record, Transport
 from .rounds import rounds as every
 from .schedule import Schedule
 from .turn import VEIL, Moment, moment
@@ -27,6 +28,7 @@ def in_process(
     schedule: Schedule,
     *,
     cohort: int,
+    part: int = 0,
     available: Tensor | None = None,
     lost: Tensor | None = None,
     attack: Attack | None = None,
@@ -34,8 +36,9 @@ def in_process(
 ) -> Transport:
     """Return the rounds of simulated clients, `cohort` of them in each, or about as many where the method tosses.
 
-    `available` and `lost` (N,) are the clients' probabilities of being there and of failing to answer; `liars` (N,)
-    says who carries out the attack.
+    A larger cohort than `part` is trained in parts of so many, whose answers the server adds up, where it can and no
+    attack looks at all of them; 0: never. `available` and `lost` (N,) are the clients' probabilities of being there and
+    of failing to answer; `liars` (N,) says who carries out the attack.
     """
     if attack is not None and liars is not None:
         pool = deceived(attack, pool, liars)
@@ -46,6 +49,8 @@ def in_process(
         )
         here = arriving(now.key, now.done, asked, lost)
         gone = sorted(set(asked.tolist()) - set(here.tolist()))
+        if attack is None and algorithm.server.take is not None and 0 < part < len(here):
+            return added_up(algorithm, pool, schedule, state, here, part=part, lost=gone)
         answers = round_of(algorithm, pool, schedule, state, here, lost=gone)
         if attack is None or liars is None or answers.update is None:
             return answers
@@ -95,8 +100,8 @@ def round_of(
     computed.
     """
     device = pool.x.device
-    wasted = [wire.traffic(algorithm.emit.apply(state.params, torch.tensor(one, device=device), state.round))
-              for one in lost]  # fmt: skip
+    shown, away = fetched(state, torch.tensor(lost, dtype=torch.int64, device=device))
+    wasted = [wire.traffic(algorithm.emit.apply(shown.params, one, state.round)) for one in away]
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
         update, losses = (None, None) if algorithm.privacy is None else unanswered(state)
@@ -120,6 +125,53 @@ def round_of(
         )
 
     return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account, kept)
+
+
+class _Part(NamedTuple):
+    """What is left of a part of a cohort when its answers are added up."""
+
+    sums: Params
+    losses: Tensor
+    account: Account
+    kept: Params
+    sizes: Tensor
+
+
+def added_up(
+    algorithm: Algorithm, pool: Pool, schedule: Schedule, state: ServerState, cohort: Tensor, *, part: int,
+    lost: list[int],
+) -> Answers:  # fmt: skip
+    """Do as `round_of`, with the answers of one part of the cohort in memory at a time.
+
+    Parts are cut from the cohort in the order of its clients and added in that order, whoever trains them: the bits
+    depend on `part`, and on nothing else of the machine.
+    """
+    take, device = algorithm.server.take, pool.x.device
+    assert take is not None
+    shown, places = fetched(state, over(cohort, device))
+    weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
+
+    def one(first: int) -> _Part:
+        some = slice(first, first + part)
+        found = round_of(algorithm, pool, schedule, state, cohort[some], lost=[] if first else lost)
+        assert found.update is not None
+        assert found.losses is not None
+        sums = take(shown, found.update._replace(client=places[some]), weight)
+        sizes = [value.reshape(len(value), -1).abs().sum(1) for value in found.update.params.values()]
+        return _Part(sums, found.losses, found.account(), found.kept, sum(sizes, torch.zeros_like(found.losses)))
+
+    whole: Params = {}
+    parts: list[_Part] = []
+    for first in range(0, len(cohort), part):
+        made = one(first)
+        whole = tree.map(torch.add, whole, made.sums) if whole else made.sums
+        parts.append(made._replace(sums={}))
+    costs = [made.account for made in parts]
+    account = Account(*(sum(getattr(each, name) for each in costs) for name in TRAFFIC))
+    kept = {name: torch.cat([made.kept[name] for made in parts]) for name in parts[0].kept}
+    losses, sizes = (torch.cat([getattr(made, name) for made in parts]) for name in ("losses", "sizes"))
+    update = Update(over(cohort, device), {}, weight, {}, sums=whole)
+    return Answers(cohort.tolist(), lost, update, losses, lambda: account, kept, sizes)
 
 
 def _traffic(adapted: Params, count: int) -> list[wire.Traffic]:

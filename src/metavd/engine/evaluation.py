@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..core.owned import shown_to
 from ..core.types import Algorithm, Answer, Batch, Job, ServerState
 from ..data.cohort import PERSONAL, Pool, lots
 from ..evaluate.metrics import ClientResult
@@ -25,17 +26,18 @@ _AT_ONCE = 256
 
 
 def _jobs(
-    algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequence[int], split: str, *, new: bool
-) -> Iterator[Job]:
+    algorithm: Algorithm, pool: Pool, state: ServerState, clients: Sequence[int], places: Tensor, *, split: str,
+    new: bool,
+) -> Iterator[Job]:  # fmt: skip
     device, now = pool.x.device, turn.moment(state)
     ids = torch.tensor(clients, dtype=torch.int64)
     # All clients' keys at once: one by one they would cost more than a small client's forward pass.
     drawn = lots(pool, clients, turn.personal_sampling(algorithm, new=new), now.keys(PERSONAL, ids), state.round)
     keys = turn.answer_key(now, ids).to(device)
     kept = _kept(algorithm, state, clients)
-    for client, own, key, private in zip(clients, drawn, keys, kept, strict=True):
+    for client, place, own, key, private in zip(clients, places, drawn, keys, kept, strict=True):
         rows = torch.from_numpy(getattr(pool.federation, split)[client]).to(device)
-        yield Job(torch.tensor(client, device=device), own, pool.inputs(rows), key, private)
+        yield Job(place, own, pool.inputs(rows), key, private)
 
 
 def _kept(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) -> Iterator[Params]:
@@ -74,11 +76,12 @@ def _alike(
     """Personalise and test clients that all have kept something, or, `new`, that all have not."""
     unseen = bool(clients) and clients[0] >= pool.federation.num_clients
     source = pool.federation.source
+    shown, places = shown_to(state, torch.tensor(clients, dtype=torch.int64, device=pool.x.device), unseen=unseen)
 
     def client(
         client: Tensor, batches: Sequence[Batch], rows: Tensor, key: Tensor, kept: Params
     ) -> tuple[Answer, Params]:
-        received = turn.received_for_test(algorithm, state.params, state.round, client, batches, unseen=unseen)
+        received = turn.received_for_test(algorithm, shown.params, state.round, client, batches, unseen=unseen)
         if not len(rows):
             own = turn.own_model(algorithm, received, kept, batches, new=new)
             return Answer(torch.zeros(0, source.num_classes, dtype=pool.dtype, device=rows.device), {}), masks_of(own)
@@ -86,7 +89,7 @@ def _alike(
         return answer, masks_of(own)
 
     with torch.no_grad():
-        results = run(client, _jobs(algorithm, pool, state, clients, split, new=new))
+        results = run(client, _jobs(algorithm, pool, state, clients, places, split=split, new=new))
         for number, (answer, masks) in zip(clients, results, strict=True):
             rows, train = getattr(pool.federation, split)[number], pool.federation.train[number]
             probs = turn.checked(answer, len(rows), f"round {int(state.round)}: client {number}")

@@ -11,9 +11,11 @@ Shape letters: C clients of a cohort, N all clients, P numbers that a client kee
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from ..tree import Params
 
 IN_MEMORY = 4 << 30
 """Bytes up to which a table is held in memory, on the device; a larger one is a file that is mapped, on the host."""
+_FILE = "metavd-kept-"
 
 
 @dataclass(eq=False)
@@ -37,6 +40,10 @@ class _Storage:
     """(N,) bool on the host: who has kept something."""
     like: Params
     """What one client keeps: names, shapes, type and device; its values say nothing."""
+    meet: Callable[[], object] = lambda: None
+    """Waits for the other processes that share the rows."""
+    writes: bool = True
+    """Whether this process writes them."""
 
 
 _NOTHING: tuple[list[int], Tensor, Tensor] = ([], torch.empty(0), torch.empty(0))
@@ -70,6 +77,11 @@ class Table:
         found: list[int] = self._visited().nonzero()[:, 0].tolist()
         return found
 
+    def everyone(self) -> Params:
+        """Return what all clients keep, (N, ...); of the newest version to be read before there is a next one."""
+        newest = self.newer is None and self.storage.rows.device == next(iter(self.storage.like.values())).device
+        return _cut(self.storage.rows, self.storage.like) if newest else self.rows(range(len(self)))
+
     def put(self, clients: Sequence[int], kept: Params) -> Table:
         """Return the next version, in which clients keep something else (C, ...); this one stays as it is."""
         assert self.newer is None, "only the newest version has a next one"
@@ -77,7 +89,10 @@ class Table:
         self.replaced = ids, self._flat(ids), storage.visited[ids]
         flat = [kept[name].reshape(len(ids), one.numel()) for name, one in storage.like.items()]
         new = torch.cat(flat, 1).to(storage.rows.device)
-        storage.rows.index_copy_(0, over(torch.tensor(ids, dtype=torch.int64), storage.rows.device), new)
+        storage.meet()  # all have read the rows that are replaced now
+        if storage.writes:
+            storage.rows.index_copy_(0, over(torch.tensor(ids, dtype=torch.int64), storage.rows.device), new)
+        storage.meet()  # and nobody reads on before they are
         storage.visited[ids] = True
         self.newer = Table(storage)
         return self.newer
@@ -122,11 +137,49 @@ def empty(clients: int, like: Params) -> Table:
         rows = some.new_zeros(clients, width)
     else:
         # The file has no name: it goes with the process, and a checkpoint holds the rows that were written.
-        with tempfile.NamedTemporaryFile(prefix="metavd-kept-") as file:
+        with tempfile.NamedTemporaryFile(prefix=_FILE) as file:
             file.truncate(clients * width * some.dtype.itemsize)
-            flat = torch.from_file(file.name, shared=True, size=clients * width, dtype=some.dtype)
-        rows = flat.reshape(clients, width)
+            rows = _mapped(file.name, clients, width, some.dtype)
     return Table(_Storage(rows, torch.zeros(clients, dtype=torch.bool), like))
+
+
+def _mapped(path: str, clients: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows in a file, which whoever maps it shares."""
+    return torch.from_file(path, shared=True, size=clients * width, dtype=dtype).reshape(clients, width)
+
+
+def once_per_host(table: Table, tell: Callable[[str | None], str], *, first: bool, everyone: bool) -> Table:
+    """Return the table with its rows in one file that all processes of a host map; `table` is not used after that.
+
+    All processes of a run call it at once, and put the same rows at once. `first`: this one makes and writes the file.
+    `tell` hands its path to the others of its host and returns that of theirs, when all have called it. Rows of those
+    who have kept something are taken over, or, with `everyone`, all.
+    """
+    old = table.storage
+    clients, width = old.rows.shape
+    path = None
+    if first:
+        descriptor, path = tempfile.mkstemp(prefix=_FILE)
+        os.truncate(descriptor, old.rows.numel() * old.rows.dtype.itemsize)
+        os.close(descriptor)
+    rows = _mapped(tell(path), clients, width, old.rows.dtype)
+    if first:
+        who = slice(None) if everyone else table.visited()
+        rows[who] = old.rows[who].to(rows.device)
+    tell(None)
+    if path is not None:
+        Path(path).unlink()  # it lives on as long as somebody maps it
+    return Table(_Storage(rows, old.visited, old.like, lambda: tell(None), first))
+
+
+def laid(kept: Params) -> Table:
+    """Return the table in which all clients keep something from the start, (N, ...); nobody has changed it yet."""
+    clients = len(next(iter(kept.values())))
+    table, first = empty(clients, {name: value[0] for name, value in kept.items()}), 0
+    for value in kept.values():
+        table.storage.rows[:, first : first + value[0].numel()] = value.reshape(clients, -1)
+        first += value[0].numel()
+    return table
 
 
 def filled(clients: int, who: Sequence[int], kept: Params) -> Table:

@@ -3,7 +3,8 @@
 Every rank holds the whole state of the server and draws the same cohort. The cohort is cut into groups that do not
 depend on the number of ranks; each rank trains some of them, the largest first onto the rank that has least to do. What
 was trained is gathered on all ranks, in the order of clients, and every rank takes the same step of the server. So the
-bits are those of any other number of ranks. Evaluation is shared out alike. Rank 0 alone writes files and speaks.
+bits are those of any other number of ranks. Evaluation is shared out alike. What clients keep lies once on every host,
+in a file that its ranks map and the first of them writes. Rank 0 alone writes files and speaks.
 
 Shape letters: C clients of the cohort, n those of one rank.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +27,7 @@ from ..core.types import Algorithm, ServerState
 from ..data.cohort import Pool, sizes_of
 from ..errors import FailedError
 from ..tree import Params
+from . import kept
 from .checkpoint import state_hash
 from .schedule import Schedule, Trained
 
@@ -62,6 +65,23 @@ class Ranks(NamedTuple):
         whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         pieces = zip(about.items(), torch.split(whole, widths, 1), strict=True)
         return {name: piece.contiguous().view(dtype).reshape(-1, *shape) for (name, (shape, dtype)), piece in pieces}
+
+
+def once_per_host(ranks: Ranks, state: ServerState) -> ServerState:
+    """Return the state with tables of rows, of what clients keep and of what they own, that ranks of a host share."""
+    if ranks.size == 1:
+        return state
+    host, first = os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"] == "0"
+
+    def tell(path: str | None) -> str:
+        said = {where: each for where, each in ranks.all((host, path)) if each is not None}
+        return said.get(host, "")
+
+    share = partial(kept.once_per_host, tell=tell, first=first)
+    return state._replace(
+        kept=share(state.kept, everyone=False) if isinstance(state.kept, kept.Table) else state.kept,
+        rows=share(state.rows, everyone=True) if isinstance(state.rows, kept.Table) else state.rows,
+    )
 
 
 def _met(call: Callable[[], object]) -> None:
@@ -184,7 +204,9 @@ def spread(
 
     Ranks whose servers have drifted apart, which only unlike machines can do, end here.
     """
-    if len(set(ranks.all(state_hash(state)))) > 1:
+    # Of many owned rows, those that somebody has moved.
+    rows = "" if state.rows is None else kept.digest(state.rows)
+    if len(set(ranks.all(state_hash(state._replace(rows=None)) + rows))) > 1:
         raise FailedError(
             f"the ranks' models differ after round {int(state.round)}: their machines compute differently; "
             "use ranks of one kind, and precision=exact on GPUs"

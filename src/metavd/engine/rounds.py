@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.accountant import Mechanism
+from ..core.owned import moved
 from ..core.types import NonFiniteError, ServerState, Update
 from ..errors import FailedError, UserError
 from ..tree import Params
@@ -78,6 +79,8 @@ class Answers(NamedTuple):
     """Asked for when the round is over; may wait for the device."""
     kept: Params = {}  # noqa: RUF012 (nobody writes into it)
     """(C, ...) what the clients keep, where they are simulated and the method lets them."""
+    sizes: Tensor | None = None
+    """(C,) sum of magnitudes of each client's answer, where the answers themselves were added up and are gone."""
 
 
 class Transport(NamedTuple):
@@ -126,10 +129,12 @@ def _taken(
         return state._replace(round=state.round + 1), lambda: Record(
             done + 1, [], answers.lost, None, *answers.account()
         )
-    new = update(state._replace(kept=None), answers.update)
+    new = _updated(update, state, answers.update)
     if state.kept is not None:
         new = new._replace(kept=state.kept.put(answers.cohort, answers.kept) if answers.cohort else state.kept)
     weight, answered = answers.update.weight, answers.update.params | answers.kept | {"loss": answers.losses}
+    if answers.sizes is not None:
+        answered["its answer"] = answers.sizes
     loss = (answers.losses * weight).sum() / weight.sum()  # no number where nobody answered
     told = _fetch(torch.stack([loss, *magnitudes([*answered.values(), *new.params.values()])]))
 
@@ -142,6 +147,15 @@ def _taken(
         return Record(done + 1, answers.cohort, answers.lost, known, *answers.account())
 
     return new, finish
+
+
+def _updated(update: ServerUpdate, state: ServerState, answers: Update) -> ServerState:
+    """Let the server take answers; it sees nothing of what clients keep, and of rows that clients own only theirs."""
+
+    def step(shown: ServerState, clients: Tensor) -> ServerState:
+        return update(shown._replace(kept=None), answers._replace(client=clients))
+
+    return moved(state, answers.client, step)
 
 
 def _fetch(values: Tensor) -> Callable[[], list[float]]:

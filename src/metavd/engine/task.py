@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import methods
-from ..core.aggregate import bounded
 from ..core.privacy import Normal
+from ..core.server import limited
 from ..core.types import Algorithm, Model
 from ..data.source import Source
 from ..models import model_for
@@ -61,12 +61,7 @@ def task(
     )  # fmt: skip
     algorithm = methods.algorithm(spec.method, model, setting, spec.options)
     if spec.max_share and algorithm.privacy is None:  # hidden clients count alike
-        update = algorithm.server.update
-        algorithm = replace(algorithm, server=algorithm.server._replace(
-            update=lambda state, answers: update(
-                state, answers._replace(weight=bounded(answers.weight, spec.max_share))
-            )
-        ))  # fmt: skip
+        algorithm = replace(algorithm, server=limited(algorithm.server, spec.max_share))
     return Task(takes, model, algorithm)
 
 

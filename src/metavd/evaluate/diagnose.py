@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.emit import OWNED
+from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState
 from ..tree import Params
 
@@ -63,9 +64,10 @@ def diagnose(algorithm: Algorithm, state: ServerState, num_clients: int, limit: 
     sums: dict[str, Tensor] = {}
     total = square = above = stuck = 0.0
     weights = spreads = 0
+    state, places = fetched(state, ids.to(device))
     with torch.no_grad():
-        for client in ids:
-            received = algorithm.emit.apply(state.params, client.to(device), state.round)
+        for client in places:
+            received = algorithm.emit.apply(state.params, client, state.round)
             for layer, rate in noise.rates(received).items():
                 value = rate.double()
                 total += float(value.sum())

@@ -256,6 +256,8 @@ class Traits(NamedTuple):
     """Whether a client that was never seen must receive all that the server knows, to fit its own part of it."""
     drops_from: int | None
     """First round in which weights are dropped; None: never."""
+    moves_all_rows: bool
+    """Whether rows of the server that belong to one client move also in rounds that the client is not part of."""
 
 
 def traits(name: str, options: Mapping[str, Any] | None = None) -> Traits:
@@ -265,6 +267,7 @@ def traits(name: str, options: Mapping[str, Any] | None = None) -> Traits:
         server_rows_share=max((o.server_rows_share for o in told if o.server_rows_share is not None), default=None),
         admits_by_fitting=any(o.admits_by_fitting for o in told),
         drops_from=min((o.drops_from for o in told if o.drops_from is not None), default=None),
+        moves_all_rows=any(o.moves_all_rows for o in told),
     )
 
 

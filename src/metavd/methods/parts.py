@@ -68,6 +68,11 @@ class Options:
         return None
 
     @property
+    def moves_all_rows(self) -> bool:
+        """Whether rows of the server that belong to one client move also in rounds that the client is not part of."""
+        return False
+
+    @property
     def only_mean(self) -> str:
         """Why no aggregation rule but the mean goes with it, in half a sentence; empty where all do."""
         return ""

@@ -118,6 +118,11 @@ class OwnedOptions(Options):
         released="dense",
     )  # fmt: skip
 
+    @property
+    def moves_all_rows(self) -> bool:
+        """Dense decay is everybody's, in every round."""
+        return self.owned_decay == "dense"
+
 
 @dataclass(frozen=True)
 class HyperOptions(Options):

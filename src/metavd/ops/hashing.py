@@ -21,6 +21,10 @@ _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 _LOW_32 = 0xFFFFFFFF
 
 
+_PIECE = 1 << 22
+"""Most normals that are drawn at once."""
+
+
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser of int64 numbers."""
     if device.has_kernels(z):
@@ -35,9 +39,9 @@ def mix(z: Tensor) -> Tensor:
     return z
 
 
-def bits(keys: Tensor, count: int) -> Tensor:
-    """Return `count` times 64 random bits per key, (*keys.shape, count)."""
-    index = torch.arange(1, count + 1, dtype=torch.int64, device=keys.device).mul_(GOLDEN)
+def bits(keys: Tensor, count: int, first: int = 0) -> Tensor:
+    """Return `count` times 64 random bits per key, from number `first` on, (*keys.shape, count)."""
+    index = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=keys.device).mul_(GOLDEN)
     return mix(keys[..., None] + index)
 
 
@@ -48,7 +52,16 @@ def normals(keys: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """
     if dtype == torch.float32 and device.has_kernels(keys):
         return _Normals.apply(keys, count)
-    half = bits(keys, (count + 1) // 2)
+    if count > _PIECE:  # a table of many clients, whose bits would take several times its memory
+        return torch.cat(
+            [_boxed(keys, min(_PIECE, count - first), dtype, first) for first in range(0, count, _PIECE)], -1
+        )
+    return _boxed(keys, count, dtype)
+
+
+def _boxed(keys: Tensor, count: int, dtype: torch.dtype, first: int = 0) -> Tensor:
+    """Return `count` normals from number `first` on, an even one."""
+    half = bits(keys, (count + 1) // 2, first // 2)
     radius = (-2.0 * torch.log((((half >> 32) & _LOW_32).to(dtype) + 1.0) * 2.0**-32)).clamp(min=0.0).sqrt()
     angle = (half & _LOW_32).to(dtype) * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], -1)

@@ -7,8 +7,11 @@ import time
 import torch
 
 from ..core import rng
-from ..core.types import Model, Sampling
+from ..core.rules import MEAN
+from ..core.types import Algorithm, Model, Sampling
 from ..data.cohort import Pool, layout, sizes_of
+from ..engine import attacks
+from .settings import Experiment
 
 SIDE = 64
 """Pixels a side up to which nobody needs to be warned, and which is offered instead."""
@@ -33,6 +36,21 @@ def told(model: Model, pool: Pool, sampling: Sampling, cohort: int) -> list[str]
         f"pictures of {shape[2]} x {shape[1]} pixels on a CPU: a round trains with about {each * cohort:,.0f} "
         f"of them and takes about {_told(seconds)}; image_size={SIDE} makes it about {_told(less)}"
     ]
+
+
+def parts_told(algorithm: Algorithm, weights: int, e: Experiment) -> list[str]:
+    """Say whether a cohort larger than a part is added up in parts, or why all its answers are held at once."""
+    cohort = int(e.cohort)
+    if not 0 < e.part < cohort:
+        return []
+    why = "the attack looks at all answers" if attacks.parse(e.attack) else ""
+    if algorithm.server.take is None:
+        rule = f"aggregate={e.aggregate}" if e.aggregate != MEAN else e.method
+        why = f"{rule} needs all answers of a round together"
+    if not why:
+        return [f"the server adds up the answers of {cohort} clients in parts of {e.part} (part={e.part})"]
+    size = cohort * weights * (8 if e.dtype == "float64" else 4)
+    return [f"{why}: {cohort} clients' weights are in memory at once, {size / 2**20:,.0f} MB for each copy of them"]
 
 
 def _row_seconds(model: Model, shape: tuple[int, ...], dtype: torch.dtype) -> float:

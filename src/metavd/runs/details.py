@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ..core.emit import EMBEDDING
+from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState
 from ..data.partition import Federation
 from ..evaluate.metrics import ClientResult, diagrams
@@ -42,6 +43,7 @@ def details(
 ) -> dict[str, Any]:
     """Return all of it as plain lists and numbers."""
     known = federation.num_clients
+    shown, _ = fetched(state, torch.arange(min(known, LIMIT)))
     parts = {
         "test": [each for each in results if each.client < known],
         "unseen": [each for each in results if each.client >= known],
@@ -54,8 +56,8 @@ def details(
             np.bincount(federation.source.y[rows], minlength=federation.source.num_classes).tolist()
             for rows in (*federation.train[:known][:LIMIT], *federation.train[known:][:LIMIT])
         ],
-        "rates": drawn_rates(algorithm, state, known),
-        "embeddings": state.params[EMBEDDING][:LIMIT].tolist() if EMBEDDING in state.params else None,
+        "rates": drawn_rates(algorithm, shown, known),
+        "embeddings": shown.params[EMBEDDING][:LIMIT].tolist() if EMBEDDING in shown.params else None,
     }
 
 

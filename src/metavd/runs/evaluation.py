@@ -12,11 +12,11 @@ from ..core.types import ServerState
 from ..data.cohort import sampled
 from ..data.partition import Federation
 from ..engine.evaluation import answers
-from ..engine.ranks import grain_of, spread
+from ..engine.ranks import spread
 from ..evaluate.diagnose import diagnose
 from ..evaluate.metrics import ClientResult, gap_interval, of_classes, summarize, tempered
 from ..tree import Params
-from .setup import Setup
+from .setup import Setup, grain_for
 
 
 @dataclass(frozen=True)
@@ -128,4 +128,4 @@ def _answered(
 
     if ranks is None:
         return answer(clients)
-    return spread(ranks, state, clients, grain_of(e.backend, e.chunk, int(e.cohort)), answer)
+    return spread(ranks, state, clients, grain_for(e), answer)

@@ -32,7 +32,7 @@ from .folder import check_folder, longer_told
 from .provenance import provenance
 from .result import Memory, Result, stored
 from .settings import Experiment, spec_hash, to_toml, with_settings
-from .setup import Data, Setup, data_of, prepare, start, using
+from .setup import Data, Setup, data_of, laid_out, prepare, start, using
 from .store import Store
 
 
@@ -98,7 +98,7 @@ def _followed(setup: Setup, ranks: Ranks, store: Store) -> _Begun | dict[str, An
     if found is None:
         raise FailedError(f"rank {ranks.rank} finds no checkpoint of round {round} in {store.folder}; "
                          "ranks on several machines need one folder that all of them see")  # fmt: skip
-    return found
+    return laid_out(setup, found[0]), found[1]
 
 
 def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **given: Any) -> Result:
@@ -124,9 +124,9 @@ def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **give
         found = read(spec=spec_hash(e), seed=e.seed) if resume else None
         if resume and known and found is None:
             listener.note(f"{store.folder} holds no checkpoint of this run; it begins anew")
-        state, extra = found or (start(setup), {})
         if setup.ranks is not None:
-            setup.ranks.all(int(state.round) if found else None)
+            setup.ranks.all(int(found[0].round) if found else None)
+        state, extra = (laid_out(setup, found[0]), found[1]) if found else (start(setup), {})
         store.cut_rounds(int(state.round))
         return stored(store, carry_out(_as_run(setup, store, listener), state, extra), **given)
 
@@ -201,7 +201,7 @@ def transport(setup: Setup) -> Transport:
     }
     attack = attacks.parse(e.attack)
     return in_process(
-        setup.algorithm, setup.pool, setup.schedule, cohort=int(e.cohort), attack=attack,
+        setup.algorithm, setup.pool, setup.schedule, cohort=int(e.cohort), part=e.part, attack=attack,
         liars=None if attack is None else attacks.liars(key, int(e.clients), attack.share), **chances,
     )  # fmt: skip
 

@@ -158,6 +158,10 @@ class Experiment:
         0, "clients at once under vmap; 0: as many as the memory holds", low=0, high=10**6, runtime=True,
         foreign=_ONE_CLIENT,
     )  # fmt: skip
+    part: int = option(
+        512, "clients whose answers are in memory at once; a larger cohort's are added up in parts; 0: all at once",
+        low=0, high=_MANY, runtime=True, later=True, foreign="its server holds all answers of a round; leave it out",
+    )  # fmt: skip
     device: str = option(
         "auto", "auto, cpu or cuda", runtime=True, foreign="every site chooses its own in its node config"
     )

@@ -14,6 +14,7 @@ from torch import nn
 from .. import methods
 from ..core import rng
 from ..core.accountant import Mechanism
+from ..core.owned import apart as rows_apart
 from ..core.trace import check_instance
 from ..core.types import Algorithm, Model, ServerState
 from ..data import collection, partition
@@ -22,9 +23,9 @@ from ..data.collection import Collection
 from ..data.formats.cache import Note, log
 from ..data.partition import OWN, Federation, some
 from ..data.source import Source
-from ..engine.kept import started
+from ..engine.kept import laid, started
 from ..engine.machine import tuned
-from ..engine.ranks import Ranks, grain_of, ranked
+from ..engine.ranks import Ranks, grain_of, once_per_host, ranked
 from ..engine.schedule import Schedule
 from ..engine.schedule.choice import resolved, schedule, unmappable
 from ..engine.task import Task, network, task
@@ -151,9 +152,10 @@ def prepare(
     if module is not None:
         notes += [_layers_told(built), *_frozen_told(module), *([apart] if apart else [])]
     notes += cost.told(built.model, rows, built.algorithm.train_batches, int(e.cohort))
+    notes += cost.parts_told(built.algorithm, built.num_weights, e)
     here = schedule(e.backend, e.device, 0 if ranks else e.chunk)
     if ranks is not None:
-        grain = grain_of(e.backend, e.chunk, int(e.cohort))
+        grain = grain_for(e)
         e, here = replace(e, chunk=grain if e.backend == "vmap" else e.chunk), ranked(here, ranks, grain)
         how = f"vmap in groups of {grain} (chunk={grain})" if grain else e.backend
         notes.append(f"{ranks.size} rank{'s share' if ranks.size > 1 else ' has'} every cohort of {e.cohort}, {how}")
@@ -211,7 +213,20 @@ def start(setup: Setup) -> ServerState:
     """Return the state before the first round."""
     with torch.no_grad():
         state = setup.algorithm.server.init(rng.key(setup.experiment.seed, setup.experiment.device))
-        return started(setup.algorithm, state, setup.pool.federation.num_clients)
+        return laid_out(setup, started(setup.algorithm, state, setup.pool.federation.num_clients))
+
+
+def laid_out(setup: Setup, state: ServerState) -> ServerState:
+    """Lay rows of many clients aside, where a round moves those of its cohort alone; all ranks do so at once."""
+    e = setup.experiment
+    if not methods.traits(e.method, e.options).moves_all_rows:
+        state = rows_apart(state, laid)
+    return state if setup.ranks is None else once_per_host(setup.ranks, state)
+
+
+def grain_for(e: Experiment) -> int:
+    """Return how many clients are computed together where ranks share them, at most a part of a cohort."""
+    return grain_of(e.backend, e.chunk, min(int(e.cohort), e.part or int(e.cohort)))
 
 
 def using(setup: Setup) -> AbstractContextManager[None]:

@@ -30,6 +30,7 @@ from torch import nn
 
 from .. import container, tree
 from ..container import Format, write_atomic
+from ..core.owned import shown_to
 from ..core.types import Algorithm, Model, NonFiniteError, Predict, ServerState
 from ..data import collection
 from ..data.cohort import Pool
@@ -460,9 +461,9 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
     with torch.no_grad(), using(setup):
         (new,) = newcomers(algorithm, state, [number])
         own = [] if pool is None else turn.personal_batches(algorithm, pool, number, now, number, new=new)
-        received = turn.received_for_test(
-            algorithm, state.params, state.round, client, own, unseen=number >= held.num_clients
-        )
+        unseen = number >= held.num_clients
+        shown, place = shown_to(state, client[None], unseen=unseen)
+        received = turn.received_for_test(algorithm, shown.params, state.round, place[0], own, unseen=unseen)
         kept = tree.unstack(held_by(algorithm, state, [number]), 0)
         params = turn.own_model(algorithm, received, kept, own, new=new)
     described = {

@@ -30,7 +30,7 @@ from ..errors import UserError
 from ..evaluate import conformal
 from ..evaluate.answers import Answers, ClientResult
 from ..evaluate.uncertainty import auroc, fpr95
-from ..runs.run import Data, channels_last, using
+from ..runs.setup import Data, channels_last, using
 from .personal import Trained, open_run
 from .samples import Given, blank, fit
 

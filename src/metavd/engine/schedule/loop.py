@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ... import tree
+from ...core.owned import fetched
 from ...core.types import Algorithm, Batch, Job, ServerState
-from ...data.cohort import Pool
+from ...data.cohort import Pool, over
 from ...tree import Params
 from ..kept import held
 from ..turn import moment, train_batches, train_turn
@@ -29,7 +30,8 @@ def turns(run: Map) -> Train:
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
         ids, now = cohort.tolist(), moment(state)
         kept = held(algorithm, state, ids)
-        sent = [algorithm.emit.apply(state.params, torch.tensor(one, device=pool.x.device), state.round) for one in ids]
+        shown, places = fetched(state, over(cohort, pool.x.device))
+        sent = [algorithm.emit.apply(shown.params, place, state.round) for place in places]
 
         def jobs() -> Iterator[Job]:
             for place, client in enumerate(ids):

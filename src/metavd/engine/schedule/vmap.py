@@ -19,6 +19,7 @@ from torch.func import vmap as mapped
 
 from ... import tree
 from ...compat import flatten, unflatten
+from ...core.owned import fetched
 from ...core.types import Algorithm, Batch, Job, ServerState
 from ...data.cohort import Pool, over, pad
 from ...tree import Params
@@ -39,7 +40,8 @@ def vmap(chunk: int = 0) -> Schedule:
 
 def emitted(algorithm: Algorithm, state: ServerState, clients: Tensor) -> Params:
     """Return what clients receive, (C, ...); what they share is one tensor, expanded."""
-    sent: Params = mapped(algorithm.emit.apply, (None, 0, None))(state.params, clients, state.round)
+    shown, places = fetched(state, clients)
+    sent: Params = mapped(algorithm.emit.apply, (None, 0, None))(shown.params, places, state.round)
     return sent
 
 

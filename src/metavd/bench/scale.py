@@ -1,0 +1,168 @@
+"""How a run grows: with the number of clients, of a round's clients, and of processes that share it.
+
+Every point is measured in a process of its own (or, of several ranks, in those that torchrun starts), which is told
+what to do by its argument and prints what it found:
+
+    python -m metavd.bench.scale '{"method": "fedavg", "clients": 1000}'
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ..runs.provenance import provenance
+
+_LIMIT = 900.0
+"""Seconds after which a process has failed."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run that is measured: random rows, ten for each client, of which eight are trained on."""
+
+    method: str
+    clients: int
+    cohort: int = 10
+    partition: str = "iid"
+    part: int = 512
+    ranks: int = 1
+    model: str = "mlp"
+    width: int = 8
+    shape: tuple[int, ...] = (8,)
+    rounds: int = 12
+    tested: int = 100
+
+
+MANY, LARGE, RANKS = "many", "large", "ranks"
+_LARGE = Point("reptile+metavd", 20_000, width=128, rounds=4, tested=10)
+_RANKS = Point("reptile+metavd", 100, cohort=32, model="cnn", width=16, shape=(3, 32, 32), rounds=6, tested=10)
+KINDS: dict[str, tuple[Point, ...]] = {
+    MANY: (
+        *(
+            Point(method, 10**power)
+            for power in range(2, 7)
+            for method in ("fedavg", "reptile+metavd", "fedper")
+        ),
+        *(Point("reptile+metavd", 10**6, partition=partition) for partition in ("dirichlet:10", "natural")),
+    ),
+    LARGE: (
+        *(replace(_LARGE, cohort=10**power) for power in range(1, 5)),
+        *(replace(_LARGE, cohort=cohort, part=0) for cohort in (1_000, 2_000)),
+    ),
+    RANKS: tuple(replace(_RANKS, ranks=ranks) for ranks in (1, 2, 4)),
+}  # fmt: skip
+"""What is varied, and the points of it."""
+
+
+def points(kind: str, *, quick: bool) -> Sequence[Point]:
+    """Return the points of what is varied; of a quick look the first three.
+
+    >>> [each.ranks for each in points("ranks", quick=False)]
+    [1, 2, 4]
+    """
+    return KINDS[kind][: 3 if quick else None]
+
+
+def scaled(kind: str, note: Callable[[str], None], *, quick: bool) -> list[dict[str, Any]]:
+    """Measure the points of what is varied, one after another; each says on which machine."""
+    found = []
+    for point in points(kind, quick=quick):
+        note(f"  {kind}: {told(point)}")
+        found.append({**asdict(point), **_called(point), "machine": provenance("cpu")["machine"]})
+    return found
+
+
+def told(point: Point) -> str:
+    """Write in a few words what is measured."""
+    ranks = f", {point.ranks} ranks" if point.ranks > 1 else ""
+    return f"{point.method}, {point.clients:,} clients ({point.partition}), {point.cohort:,} a round{ranks}"
+
+
+def _called(point: Point) -> dict[str, Any]:
+    """Let a process of its own measure a point; return what it found, or the error that ended it."""
+    start = [sys.executable, "-m"]
+    if point.ranks > 1:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(point.ranks), "-m"]
+    try:
+        done = subprocess.run(
+            [*start, "metavd.bench.scale", json.dumps(asdict(point))], capture_output=True, text=True, check=False,
+            timeout=_LIMIT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {_LIMIT:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def measured(point: Point) -> dict[str, Any]:
+    """Take a point's rounds in this process; return seconds and memory, of several ranks the largest memory.
+
+    Start: from the rows in memory to the first round, so partition, network and the first state. A round is the median
+    of those after the first quarter, which pays for what is made once.
+    """
+    import numpy as np  # noqa: PLC0415 (whoever only asks for the points need not wait)
+
+    from ..data.source import arrays  # noqa: PLC0415
+    from ..engine.ranks import joined  # noqa: PLC0415
+    from ..runs.evaluation import evaluate  # noqa: PLC0415
+    from ..runs.run import rounds_of  # noqa: PLC0415
+    from ..runs.settings import Experiment  # noqa: PLC0415
+    from ..runs.setup import prepare, start, using  # noqa: PLC0415
+
+    rows, ranks = 10 * point.clients, joined()
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 4, rows)
+    x = draw.standard_normal((rows, *point.shape), np.float32)
+    x.reshape(rows, -1)[np.arange(rows), y] += 1.0
+    owner = np.arange(rows) // 10 if point.partition == "natural" else None
+    source = arrays(x, y, client=owner, name="random")
+    began = time.monotonic()
+    e = Experiment(
+        method=point.method, clients=point.clients, unseen=0, cohort=point.cohort, rounds=point.rounds,
+        partition=point.partition, test_rows="uniform", model=point.model, width=point.width, part=point.part,
+        eval_clients=point.tested, final_clients=point.tested, device="cpu",
+    )  # fmt: skip
+    setup = prepare(e, source, ranks=ranks)
+    with using(setup):
+        last = begun = start(setup)
+        marks = [time.monotonic()]
+        for now, _ in rounds_of(setup, begun):
+            last = now
+            marks.append(time.monotonic())
+        evaluate(setup, last, count=point.tested)
+    seconds = [after - before for before, after in pairwise(marks)]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "start_s": marks[0] - began,
+        "round_s": statistics.median(seconds[len(seconds) // 4 :]),
+        "evaluation_s": time.monotonic() - marks[-1],
+        "memory_mb": memory if ranks is None else max(ranks.all(memory)),
+        "backend": setup.experiment.backend,
+    }
+
+
+def main() -> None:
+    """Measure the point that the argument describes; rank 0 alone prints."""
+    from ..engine.ranks import joined  # noqa: PLC0415
+
+    given = json.loads(sys.argv[1])
+    found = measured(Point(**given | {"shape": tuple(given.get("shape", (8,)))}))
+    ranks = joined()
+    if ranks is None or ranks.rank == 0:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
