@@ -59,6 +59,18 @@ VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("fedbe", {"variant": "released", "teacher_law": "dirichlet"}),
     ("pfedgp", {"extra_points": 2, "novel": "zero", "local_steps": 2}),
     ("pfedgp", {"limit": 20}),
+    (
+        "pfedgp",
+        {
+            "steps_on": "batches",
+            "batch_rows": 16,
+            "passes": 1,
+            "momentum": 0.9,
+            "lr": 0.01,
+            "condition": "points",
+            "extra_points": 2,
+        },
+    ),
 )
 """Options that change what clients compute: these must agree between backends and resume too."""
 

@@ -30,6 +30,9 @@ def simulated(method: str, text: str, rounds: int = 2, **settings: object) -> di
         ("reptile+prior", "unseen=0 test_rows=consistent"),
         ("reptile+metavd", "unseen=0"),
         ("maml+metavd+drop", "unseen=0 drop_from=1 threshold=0.1"),
+        ("maml+metavd", "unseen=0 hyper_width=8 newcomer=outputs clamp=project spread_step=lr draws_average=loss"),
+        ("reptile+ensemblevd", "unseen=0 hyper_width=8 spread_by=hypernetwork"),
+        ("pfedgp", "unseen=0 chains=2 steps_on=batches passes=1 momentum=0.9 test_points=always"),
     ],
 )
 def test_the_weights_are_the_simulators(federate, method, text):

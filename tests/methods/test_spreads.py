@@ -201,6 +201,7 @@ def test_of_very_many_clients_some_are_averaged() -> None:
         ("reptile+metavd", {"clamp": "project", "draws_average": "loss", "newcomer": "outputs", "rate": 0.2}),
         ("maml+metavd", {"clamp": "project", "spread_step": "lr", "newcomer": "outputs", "ceiling": -3.0, "rate": 0.2}),
         ("perfedavg+vd", {"clamp": "project", "spread_step": "lr", "draws_average": "loss"}),
+        ("reptile+vd", {**FREE, "clamp": "project", "beta": 3000.0, "ceiling": -2.5, "clip": 50.0}),
         ("fedavg+metavd+drop", {"newcomer": "outputs", "clamp": "project", "drop_from": 1, "threshold": 0.3}),
     ],
 )

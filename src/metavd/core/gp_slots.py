@@ -26,6 +26,8 @@ class Tree:
     sweeps: int = 5
     limit: int = 400
     novel: Literal["laplace", "zero"] = "laplace"
+    always: bool = False
+    """Whether inducing points condition at test as they do in training: always, not only where they are needed."""
 
 
 def with_points(base: Emit, model: Model, num_classes: int, points: int) -> Emit:
@@ -58,7 +60,7 @@ def conditioned(model: Model, tree: Tree) -> Local:
 
     def posterior(params: Params, features: Tensor, y: Tensor, mask: Tensor | None, key: Tensor) -> Params:
         points = params[POINTS]
-        borrow = params.get(_BORROW, torch.zeros((), dtype=points.dtype, device=points.device))
+        borrow = torch.ones_like(points[0, 0, 0]) if tree.always else params.get(_BORROW, points.new_zeros(()))
         return gp.condition(
             features, y, mask, key, tree.num_classes, points=points, borrow=borrow, limit=tree.limit,
             chains=tree.chains, sweeps=tree.sweeps,

@@ -28,8 +28,8 @@ OWN = "own."
 """Begins the names of what a client keeps beside what it receives under the same name."""
 CONTROL = "control."
 """Begins the names of SCAFFOLD's control variates, one for every weight."""
-_START, _STEPS = "work.start.", "work.steps"
-"""What a stage remembers while it goes on: where it started, and how many steps it has taken."""
+_START, _STEPS, _VELOCITY = "work.start.", "work.steps", "work.velocity."
+"""What a stage remembers while it goes on: where it started, how many steps it has taken, where it is heading."""
 MIX, BEGUN = "mix.", "own.begun"
 """What a client that mixes keeps beside its own values: its mixing weights, and () whether it has had a turn."""
 
@@ -120,6 +120,29 @@ def sgd(
         return _down(params, _rated(gradient, rate), lr, clip), loss
 
     return Local(step, lr, clip)
+
+
+def heavy_ball(objective: Objective, *, lr: float, momentum: float, clip: float | None = 5.0) -> Local:
+    """Gradient descent with momentum within a client's turn: v <- momentum v + clip(grad),  w <- w - lr v.
+
+    torch's SGD after its clip_grad_norm_. v begins at 0 in every turn and ends with it.
+    """
+
+    def init(received: Params) -> Params:
+        return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in _trained(received, ()).items()}
+
+    def weights(params: Params) -> Params:
+        return tree.select(params, lambda name: not name.startswith(_VELOCITY))
+
+    def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
+        function, trained = _bind(objective, weights(params), batches[0], received)
+        gradient, loss = grad_and_value(function)(trained)
+        heading = {
+            name: momentum * params[_VELOCITY + name] + slope for name, slope in tree.clip(gradient, clip).items()
+        }
+        return Move(heading, {_VELOCITY + name: value for name, value in heading.items()}), loss
+
+    return Local(step, lr, None, init=init, final=weights)
 
 
 def projected(stage: Local, posterior: Posterior, names: Sequence[str]) -> Local:

@@ -229,6 +229,10 @@ class Local:
     final: Callable[[Params], Params] | None = None
     """Where the steps ended -> what the client ends with, also one without any batch; None: that."""
 
+    captured: bool = True
+    """Whether a GPU may keep its step as a CUDA graph: not where a library within it takes memory or waits for the
+    host, as batched Cholesky solves do in torch up to 2.11."""
+
     def land(self, params: Params, move: Move) -> Params:
         """End a step: return the changed parameters."""
         landed = params | move.put if move.put else params
@@ -312,6 +316,8 @@ class Sampling:
     """Crop and mirror photographs at random, where the data allows it."""
     extra: int = 0
     """Rows of every class, from the pooled training rows, that a client is given on top (pFedGP's protocol)."""
+    own: bool = True
+    """Whether the client's own rows are there too, or only those `extra` ones."""
     classes: int = 0
     """Classes of which batches say how many rows the client has, see `Batch.about`; 0: they do not say."""
 

@@ -289,7 +289,8 @@ def batches(pool: Pool, client: int, sampling: Sampling, key: Tensor, round: Ten
     key = key.cpu()
     rows = pool.federation.train[client]
     if sampling.extra:
-        rows = np.concatenate([rows, _extra(pool, rows, sampling.extra, rng.fold(key, 2))])
+        given = _extra(pool, rows, sampling.extra, rng.fold(key, 2))
+        rows = np.concatenate([rows, given]) if sampling.own else given
     device = pool.x.device
     table = torch.from_numpy(rows)
     size = torch.tensor(float(len(rows)), dtype=pool.dtype, device=device)

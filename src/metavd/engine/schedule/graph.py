@@ -86,6 +86,7 @@ def stepwise(*, capture: bool, chunk: int = 0, otherwise: Train) -> Train:
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
         if not tabled(algorithm.train_batches):
             return otherwise(algorithm, pool, state, cohort)
+        graphs = capture and algorithm.local.captured
         sent, own = emitted(algorithm, state, over(cohort, pool.x.device)), held(algorithm, state, cohort.tolist())
         if not most[0] and capture and len(cohort) > _SAMPLE:
             most[0] = _affordable(algorithm, pool, state, cohort, sent | own)
@@ -96,7 +97,7 @@ def stepwise(*, capture: bool, chunk: int = 0, otherwise: Train) -> Train:
             part = slice(done, min(done + (most[0] or len(cohort)), len(cohort)))
             these = {name: value[part] for name, value in received.items()}
             try:
-                parts.append(_train(algorithm, pool, state, (these, part_of(drawn, part)), buffers, capture=capture))
+                parts.append(_train(algorithm, pool, state, (these, part_of(drawn, part)), buffers, capture=graphs))
             except torch.cuda.OutOfMemoryError:
                 width = part.stop - part.start
                 if width == 1:
