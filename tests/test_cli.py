@@ -740,7 +740,7 @@ def test_interrupted_run_saves_and_says_how_to_resume(metavd: Metavd, tmp_path: 
         process = spawn(*command, *resume)
         wait_for_rounds(process, tmp_path / "run", done + 3)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 1
         assert out == ""
         assert "Traceback" not in err

@@ -43,4 +43,4 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 
 def test_the_compiler_is_not_loaded_by_a_run():
     """Law: a run loads neither torch's compiler nor its computer algebra, from choosing a backend to the result."""
-    subprocess.run([sys.executable, "-c", RUN], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", RUN], check=True, timeout=600)

@@ -172,10 +172,10 @@ def test_a_lie_in_a_hello_leaves_that_site_out_by_name(federate, four_sites, tmp
             reply.content["reply"]["look"] = json.dumps(about)
         return reply
 
-    settings = {"data": "", "clients": 4, "rounds": 1, "set": "model=mlp width=8", "join-timeout": 30}
+    settings = {"data": "", "clients": 4, "rounds": 1, "set": "model=mlp width=8", "join-timeout": 300}
     began = time.monotonic()
     result = federate(FakeGrid(four_sites, tamper=tell), method="fedavg", **settings)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 200
     assert lines(tmp_path / "run")[0]["cohort"] == [0, 1, 2]
     (said,) = [each.getMessage() for each in caplog.records if "is left out" in each.getMessage()]
     assert re.search(rf"site 3.*({why})", said)

@@ -127,7 +127,7 @@ def test_two_processes_append_at_once(tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
     store.write_text('{"id":')
     both = [subprocess.Popen([sys.executable, "-c", APPEND, str(store), name]) for name in "ab"]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert [process.wait(timeout=600) for process in both] == [0, 0]
     notes: list[str] = []
     assert len(read(store, note=notes.append)) == 200
     assert len(notes) == 1

@@ -226,7 +226,7 @@ def test_two_processes_at_once(make, rng, tmp_path):
             assert len(data.y) == 400
     """
     running = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)]) for _ in range(2)]
-    assert [process.wait(timeout=100) for process in running] == [0, 0]
+    assert [process.wait(timeout=600) for process in running] == [0, 0]
 
 
 def test_file_that_changes_while_it_is_read(make, rng, tmp_path):

@@ -162,4 +162,4 @@ def test_neither_library_is_imported():
 
     heavy = {"datasets", "torchvision", "PIL", "torch", "ssl", "sklearn"}
     code = f"import sys, metavd.data.formats; assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
