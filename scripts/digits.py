@@ -29,7 +29,7 @@ SHOWN = ("fedavg", "reptile", "maml", "reptile+dropout", "reptile+metavd", "maml
 CAPTION = ("fedavg", "reptile", "reptile+metavd")
 """Methods of docs/picture.png."""
 NUMBERS = {6: "six"}
-SCREEN = (1280, 1400)
+SCREEN = (1280, 1620)
 """Pixels of docs/report.png."""
 
 
