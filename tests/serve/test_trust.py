@@ -85,7 +85,8 @@ def test_the_same_dataset_is_hardly_unknown(opened: Trained) -> None:
 def test_the_command_prints_and_keeps_it(opened: Trained, tmp_path: Path, capsys: Any) -> None:
     np.savez(tmp_path / "noise.npz", x=FOREIGN, y=np.arange(40) % 2)
     out = tmp_path / "trust.json"
-    main(["trust", str(opened.folder), "--unknown", f"npz:{tmp_path / 'noise.npz'}", "--out", str(out)])
+    main(["trust", str(opened.folder), "--unknown", f"npz:{tmp_path / 'noise.npz'}", "--out", str(out),
+          "--root", str(tmp_path)])  # fmt: skip
     shown = capsys.readouterr().out
     assert "FPR95" in shown
     assert "RAPS" in shown

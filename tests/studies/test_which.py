@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from metavd.cli import main
+from metavd.errors import UserError
+from metavd.report.arena import draw_arena
 from metavd.studies.lines import append
 from metavd.studies.which import page, questions, ranked
 
@@ -68,3 +71,22 @@ def test_tuned_runs_count_alone_and_toys_where_there_is_nothing_else(tmp_path: P
 
 def test_an_empty_store_says_so(tmp_path: Path) -> None:
     assert "The store has no runs yet." in page(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="nothing to draw"):
+        draw_arena(tmp_path / "none.jsonl", tmp_path / "a.png")
+
+
+def test_the_picture_shows_every_setting_and_is_the_same_each_time(tmp_path: Path, capsys: Any) -> None:
+    store = tmp_path / "s.jsonl"
+    for rows in ("consistent", "independent"):
+        stored(store, "reptile", 0.8, rows=rows)
+        stored(store, "fedavg", 0.7, rows=rows)
+    for name in ("a.svg", "b.svg"):
+        main(["arena", "--store", str(store), "--picture", str(tmp_path / name)])
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    text = (tmp_path / "a.svg").read_text()
+    assert all(f"<!-- cifar10, iid, {rows} -->" in text for rows in ("consistent", "independent"))
+    assert "<!-- reptile -->" in text
+    with pytest.raises(SystemExit) as ended:
+        main(["arena", "--store", str(store), "--picture", str(tmp_path / "a.txt")])
+    assert ended.value.code == 2
+    assert "must end in .png, .svg, .pdf" in capsys.readouterr().err

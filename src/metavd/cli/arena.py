@@ -17,6 +17,7 @@ from . import later
 from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @click.command("arena")
@@ -33,20 +34,24 @@ PROTOCOLS = ("independent", "consistent")
               help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
 @click.option("--which", type=click.Path(dir_okay=False), metavar="F.md",
               help="Also write which method to take for what, in ten lines.")  # fmt: skip
+@click.option("--picture", type=click.Path(dir_okay=False), metavar="F",
+              help="Also draw accuracy and calibration error, as .png, .svg or .pdf.")  # fmt: skip
 @tuned
 @at_once
 @sliced
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
-    which: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool, tuned_from: str | None,
-    out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
+    which: str | None, picture: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool,
+    tuned_from: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
 
     METHOD may be the one word all. The page is written from the store alone.
     """
     names, more = words(given_words)
-    if not names and page is None and which is None:
+    if picture is not None and Path(picture).suffix not in _PICTURES:
+        raise SpecError(f"--picture is {picture!r}, but its name must end in {', '.join(_PICTURES)}")
+    if not names and not (page or which or picture):
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
     settings = settings_of(config, [*pairs, *more], given)
     names = list(methods.NAMES) if names == ["all"] else names
@@ -86,6 +91,8 @@ def arena_command(
     if which is not None:
         Path(which).write_text(later.studies_which.page(Path(store)))
         click.echo(f"Written: {which}")
+    if picture is not None:
+        click.echo(f"Written: {later.report_arena.draw_arena(Path(store), Path(picture))}")
 
 
 def _share(value: float | None) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..flower import security as flower_security
     from ..flower import site as flower_site
     from ..flower import warm as flower_warm
+    from ..report import arena as report_arena
     from ..report import clients as report_clients
     from ..report import page as report_page
     from ..report import paper as report_paper

@@ -20,6 +20,7 @@ from .arena import SCOPE, setting_of
 from .lines import Line, read
 from .tuned import KEY, label
 
+COMMAND = "metavd arena --page docs/arena.md --which docs/which.md --picture docs/arena.png"
 TOY = "digits"
 NEXT = 3
 """Methods that are named after the one that is taken."""
@@ -121,7 +122,7 @@ def _tuned(methods: Mapping[str, list[Line]]) -> dict[str, list[Line]]:
     return {name: lines for name, lines in methods.items() if not some or KEY in lines[0]["settings"]}
 
 
-def page(store: Path, command: str = "metavd arena --which docs/which.md") -> str:
+def page(store: Path, command: str = COMMAND) -> str:
     """Write the ten lines."""
     groups = grouped(store)
     every = [line for methods in groups.values() for lines in methods.values() for line in lines]
@@ -141,6 +142,7 @@ def page(store: Path, command: str = "metavd arena --which docs/which.md") -> st
         "|---|---|---|---|",
     ]
     text += [f"| {question.wants} | {answer(question, groups)} |" for question in questions()]
+    text += ["", "![Accuracy and calibration error of the most accurate methods](arena.png)"] if every else []
     told = "; ".join(f"({letter}) {key}" for letter, key in zip(ascii_lowercase, groups, strict=False))
     text += ["", f"{told}." if told else "The store has no runs yet.", "", f"Written by `{command}`."]
     return "\n".join(text) + "\n"
