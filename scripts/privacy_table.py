@@ -94,9 +94,9 @@ TABLES = {
     "cifar10": table(
         CIFAR10, NOISES["cifar10"], clips=[{"clipping": "adaptive"}], seeds=[777],
         methods=[("fedavg", {"lr": 0.15}), ("reptile", {"lr": 0.05}), ("reptile+metavd", {"lr": 0.05, **SLOW})],
-        caption="CIFAR-10, accuracy / ECE in %: 5,000 clients of ten training rows (`dirichlet:0.5`), of whom a tenth "
-        "takes part in each of 200 rounds; `model=cnn width=16 batch=10 local_epochs=5`; the clip follows the "
-        "median length; one seed",
+        caption="CIFAR-10, accuracy / ECE in %: 5,000 clients of ten training rows on average (`dirichlet:0.5`), of "
+        "whom a tenth takes part in each of 200 rounds; `model=cnn width=16 batch=10 local_epochs=5`; the clip follows "
+        "the median length; one seed",
     ),
 }  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,40 @@ def crafted(params: Params) -> Params:
     }
 
 
+GROUP = 8
+
+
+def trapped(params: Params, alike: float = 1.0) -> Params:
+    """Weights with which units are on for hardly any row, in directions that look like any others'.
+
+    The server chooses thresholds by digits of its own. One unit of each group is never on, and all of a group count
+    alike behind it: what is left of another's gradient without that unit's is the rows that it is on for. `alike` is
+    how much they do.
+    """
+    generator = torch.Generator().manual_seed(0)
+    width, pixels = params["fc0.weight"].shape
+    known = torch.from_numpy(digits().x[450:]).float().flatten(1)
+    known = (known - known.mean()) / known.std()
+    weight = torch.randn(width, pixels, generator=generator) / 8
+    found = known @ weight.T
+    bias = -torch.quantile(found, 0.998, dim=0)
+    bias[::GROUP] = -3 * found.amax(0)[::GROUP].abs()
+    shape = params["fc1.weight"].shape
+    shared = torch.randn(shape[0], width // GROUP, generator=generator).repeat_interleave(GROUP, 1)
+    own = torch.randn(shape, generator=generator)
+    behind = (alike * shared + (1 - alike**2) ** 0.5 * own) / 16
+    return params | {"fc0.weight": weight, "fc0.bias": bias, "fc1.weight": behind}
+
+
+def read_traps(sent: Params, answer: Params) -> torch.Tensor:
+    """(n, pixels): what the differences to a group's unit that is never on say that rows are."""
+    weight, bias = (answer[name].double() - sent[name].double() for name in ("fc0.weight", "fc0.bias"))
+    weight = (weight.unflatten(0, (-1, GROUP)) - weight[::GROUP, None])[:, 1:].flatten(0, 1)
+    bias = (bias.unflatten(0, (-1, GROUP)) - bias[::GROUP, None])[:, 1:].flatten()
+    there = bias.abs() > 1e-7
+    return weight[there] / bias[there, None]
+
+
 def read_back(sent: Params, answer: Params) -> torch.Tensor:
     """(n, pixels): what the differences of neighbouring units say that rows are."""
     weight, bias = (answer[name].double() - sent[name].double() for name in ("fc0.weight", "fc0.bias"))
@@ -54,13 +90,22 @@ def read_back(sent: Params, answer: Params) -> torch.Tensor:
     return between[there] / amount[there, None]
 
 
-def recovered(folder: Path, config: dict[str, object], text: str = FULL) -> tuple[int, int, str]:
+Attack = tuple[Callable[[Params], Params], Callable[[Params, Params], torch.Tensor]]
+"""What a server sends in place of its weights, and how it reads the answer."""
+BINS: Attack = (crafted, read_back)
+TRAPS: Attack = (trapped, read_traps)
+HIDDEN: Attack = (partial(trapped, alike=0.997), read_traps)
+"""Copies that differ by so much that they pass for none."""
+
+
+def recovered(folder: Path, config: dict[str, object], text: str = FULL, attack: Attack = BINS) -> tuple[int, int, str]:
     """Return how many rows a server gets from one answer of a site, of how many, and what the site said instead."""
     node = {"data": own_rows(folder), "name": "north", "state": str(folder / "state"), **config}
     takes, classes = site.agree({"north": site.look(node)})
     e = experiment_of(plan({"method": "fedavg", "set": text}), takes, 1, {}, "x")
     task = client_task(e, takes)
-    sent = crafted(task.algorithm.server.init(torch.tensor(0)).params)
+    craft, read = attack
+    sent = craft(task.algorithm.server.init(torch.tensor(0)).params)
     order = write_order(Order(0, 0, 7, spec(e, takes, classes), params=wire.encode(sent)))
     grid = FakeGrid({7: Node(node)})
     ids = grid.push_messages([Message(order, 7, MessageType.TRAIN)])
@@ -70,7 +115,7 @@ def recovered(folder: Path, config: dict[str, object], text: str = FULL) -> tupl
     rows = held.pool.inputs(index).flatten(1).double()
     if reply.has_error():
         return 0, len(rows), reply.error.reason
-    found = read_back(sent, wire.decode(payload(reply.content), like=sent))
+    found = read(sent, wire.decode(payload(reply.content), like=sent))
     near = torch.cdist(rows, found, p=float("inf")).min(1).values
     return int((near < 0.05).sum()), len(rows), ""
 
@@ -102,6 +147,29 @@ def test_steps_alone_do_not_stop_it_but_crafted_layers_are_seen(tmp_path, asked)
     text = f"model=mlp width=512 {asked}"
     assert recovered(tmp_path, {"policy": str(tmp_path / "any.toml")}, text)[0] > 0
     assert recovered(tmp_path, {}, text)[0] == 0
+
+
+SMALL_STEPS = ["local_epochs=3 batch=1000 lr=0.01", "local_epochs=1 batch=64 lr=0.001"]
+
+
+def test_traps_in_any_direction_are_seen_by_what_is_behind_them(tmp_path, caplog):
+    """They give back more than bins do where everything is allowed, and nothing under the default policy."""
+    (tmp_path / "none.toml").write_text("least_steps = 1\nalike = 1\n")
+    assert recovered(tmp_path, {"policy": str(tmp_path / "none.toml")}, attack=TRAPS)[0] > 40
+    assert recovered(tmp_path, {}, attack=TRAPS)[0] == 0
+    for asked in SMALL_STEPS:
+        count, _, said = recovered(tmp_path, {}, f"model=mlp width=512 {asked}", TRAPS)
+        assert count == 0
+        assert "the policy of the site does not allow what was asked" in said
+    assert any("of the inputs of fc1.weight are copies" in each.getMessage() for each in caplog.records)
+
+
+@pytest.mark.parametrize("asked", SMALL_STEPS)
+def test_what_is_still_possible_is_little(tmp_path, asked):
+    """Copies that are hidden pass the policy, as SECURITY.md says: of 360 rows a handful at most is given back."""
+    count, _, said = recovered(tmp_path, {}, f"model=mlp width=512 {asked}", HIDDEN)
+    assert not said
+    assert count <= 5
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 import metavd
+from metavd.core.accountant import Mechanism
+from metavd.engine.ledger import Ledger
 from metavd.engine.rounds import InterruptedRun
+from metavd.errors import UserError
 from metavd.flower.config import FederationError
 from metavd.flower.message import payload, read_reply, write_reply
 from metavd.wire import decode, encode
@@ -202,3 +205,16 @@ def test_the_server_has_seen_answers_of_rounds_that_came_to_nothing(federate, tm
     assert json.loads((tmp_path / "run" / "privacy.json").read_text()) == {"spent": [[3.0, 2]], "asked": 3}
     assert found["epsilon"] == smooth["epsilon"]
     assert found["epsilon_server"] > smooth["epsilon_server"]
+
+
+DAMAGED = ["", "{", "[]", "{}", '{"spent": 3}', '{"spent": [[1]]}', '{"spent": [[1, -5]]}', '{"spent": [[NaN, 1]]}']
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, '{"a":' * 3000 + "1" + "}" * 3000])
+def test_a_ledger_that_cannot_be_read_is_named(tmp_path: Path, text):
+    """A run whose past is not known may not spend more of its budget."""
+    path = tmp_path / "privacy.json"
+    path.write_text(text)
+    mechanism = Mechanism(clip=1.0, noise=2.0, epsilon=9.0, delta=1e-5, clients=3, cohort=3, rounds=2)
+    with pytest.raises(UserError, match=r"privacy\.json is damaged .*put back your copy"):
+        Ledger.opened(mechanism, {}, path)

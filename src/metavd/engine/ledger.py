@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..container import write_atomic
+from ..container import read_json, write_atomic
 from ..core.accountant import Mechanism, known
 from ..core.privacy import CLIP
 from ..core.types import ServerState
@@ -21,7 +21,10 @@ def _finite(value: float) -> float | None:
 
 
 def _counts(spent: Sequence[Sequence[float]]) -> dict[float, int]:
-    return {float(z): int(count) for z, count in spent}
+    found = {float(z): int(count) for z, count in spent}
+    if any(z < 0 or count < 0 for z, count in found.items()):
+        raise ValueError("counts below 0")
+    return found
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Ledger:
         before: Mapping[str, Any] = extra.get("privacy", {})
         if mechanism is not None and releases is not None and releases.exists():
             try:
-                before = json.loads(releases.read_text())
+                before = read_json(releases.read_text())
                 return cls(mechanism, _counts(before["spent"]), releases, int(before.get("asked", 0)))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{releases} is damaged ({error}); put back your copy of it") from None

@@ -19,7 +19,7 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Policy:
     )
     alike: float = option(
         0.1,
-        "share of a layer's units that may be copies of each other; 1: any",
+        "share of a layer's units, or later inputs, that may be copies of each other; 1: any",
         low=0,
         high=1,
     )
@@ -136,10 +136,9 @@ def check_turn(policy: Policy, batches: Sequence[Batch], group: int, rows: int) 
 
 def check_received(policy: Policy, own: Shelf, received: Params) -> None:
     """Refuse weights that look crafted, or are too far from those that came last in this run; and remember them."""
-    for name, value in received.items():
-        # Spreads and masks are alike by design.
-        if name.endswith(".weight") and (share := copies(value)) > policy.alike:
-            raise RefusedError(f"{share:.0%} of the units of {name} are copies; the policy allows {policy.alike:.0%}")
+    for name, what, weight in _arrows(received):
+        if (share := copies(weight)) > policy.alike:
+            raise RefusedError(f"{share:.0%} of the {what} of {name} are copies; the policy allows {policy.alike:.0%}")
     if not policy.largest_change:
         return
     path = own.folder / "received.safetensors"
@@ -153,6 +152,23 @@ def check_received(policy: Policy, own: Shelf, received: Params) -> None:
     own.make()
     write_atomic(path, dump(_RECEIVED, {name: value.cpu().contiguous() for name, value in received.items()}))
     path.chmod(0o600)
+
+
+def _arrows(received: Params) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield what units listen to, and, of dense layers behind the first one, what is made of the inputs.
+
+    Inputs that all later units treat alike let two units be compared, whatever they listen to. Those of the first dense
+    layer are rows or pictures, of which parts may be alike by nature. Spreads and masks are alike by design.
+    """
+    dense = 0
+    for name, value in received.items():
+        if not name.endswith(".weight"):
+            continue
+        yield name, "units", value
+        if value.dim() == 2:
+            dense += 1
+            if dense > 1:
+                yield name, "inputs", value.T
 
 
 def copies(weight: torch.Tensor) -> float:
