@@ -200,4 +200,4 @@ def test_how_runs_grow_stands_beside_older_figures(tmp_path):
     assert "| fedavg | 1,000 | iid | 1.0 (0.5) | 30 (20) | 0.10 (0.05) | 400 |" in text
     assert "| fedper | 1,000,000 | iid | failed |" in text
     assert "On another. Measured at commit cafe." in text
-    assert "| fedavg | 4 | vmap | 1.0 |" in text
+    assert "| fedavg | 4 | vmap | 1.0 (0.5) |" in text
