@@ -112,7 +112,7 @@ _SCALE_TEXT = {
     MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation; "
     "every point in a process of its own. The start is from the rows in memory to the first round; the round is the "
     "median; memory is the most that the process had, its rows included.",
-    LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 128. Answers are added up in parts of so "
+    LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 256. Answers are added up in parts of so "
     "many clients; *all* holds the whole cohort, as far as that was tried.",
     RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients a round, one "
     "thread per rank; memory is that of the largest rank. Ranks can be faster up to the number of cores; more of them "

@@ -43,7 +43,7 @@ class Point:
 
 
 MANY, LARGE, RANKS = "many", "large", "ranks"
-_LARGE = Point("reptile+metavd", 20_000, width=128, rounds=4, tested=10)
+_LARGE = Point("fedavg", 20_000, width=256, rounds=3, tested=10)
 _RANKS = Point("reptile+metavd", 100, cohort=32, model="cnn", width=16, shape=(3, 32, 32), rounds=6, tested=10)
 KINDS: dict[str, tuple[Point, ...]] = {
     MANY: (
@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[Point, ...]] = {
     ),
     LARGE: (
         *(replace(_LARGE, cohort=10**power) for power in range(1, 5)),
-        *(replace(_LARGE, cohort=cohort, part=0) for cohort in (1_000, 2_000)),
+        *(replace(_LARGE, cohort=cohort, part=0) for cohort in (1_000, 3_000)),
     ),
     RANKS: tuple(replace(_RANKS, ranks=ranks) for ranks in (1, 2, 4)),
 }  # fmt: skip
