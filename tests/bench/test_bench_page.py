@@ -177,7 +177,8 @@ def test_starts_stand_beside_older_figures(tmp_path):
 
 
 def point(machine: str, **more: Any) -> dict[str, Any]:
-    measured = {"start_s": 1.0, "round_s": 0.03, "evaluation_s": 0.1, "memory_mb": 400.0, "backend": "vmap"}
+    measured = {"start_s": 1.0, "round_s": 0.03, "evaluation_s": 0.1, "memory_mb": 400.0, "backend": "vmap",
+                "start_cpu_s": 0.5, "round_cpu_s": 0.02, "evaluation_cpu_s": 0.05}  # fmt: skip
     return {**asdict(Point("fedavg", 1000)), **measured, "machine": machine, **more}
 
 
@@ -196,7 +197,7 @@ def test_how_runs_grow_stands_beside_older_figures(tmp_path):
     (tmp_path / "bench-cpu.json").write_text(json.dumps(again))
     write_page(tmp_path / "page.md", tmp_path)
     text = (tmp_path / "page.md").read_text()
-    assert "| fedavg | 1,000 | iid | 1.0 | 30 | 0.10 | 400 |" in text
+    assert "| fedavg | 1,000 | iid | 1.0 (0.5) | 30 (20) | 0.10 (0.05) | 400 |" in text
     assert "| fedper | 1,000,000 | iid | failed |" in text
     assert "On another. Measured at commit cafe." in text
-    assert "| fedavg | 4 | vmap | 1.0 |" in text
+    assert "| fedavg | 4 | vmap | 1.0 (0.5) |" in text

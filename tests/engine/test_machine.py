@@ -7,7 +7,10 @@ import torch
 
 import metavd
 from metavd import compat
+from metavd.bench.ours import setup_of
+from metavd.bench.workload import TINY
 from metavd.engine import machine
+from metavd.runs.run import using
 
 
 def test_threads_come_back_and_small_models_get_one():
@@ -24,6 +27,19 @@ def test_threads_come_back_and_small_models_get_one():
             assert torch.get_num_threads() == 2
         with machine.tuned(10**7, "cpu", "threads"):
             assert torch.get_num_threads() == 1, "each client has a core, and what lies between them one too"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_many_small_clients_at_once_have_one_thread_too():
+    """Law: the benchmark's tiny workload, 100 clients under vmap, waits for no second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        setup = setup_of(TINY, "cpu")
+        assert setup.experiment.backend == "vmap"
+        with using(setup):
+            assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
 

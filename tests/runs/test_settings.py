@@ -80,6 +80,7 @@ def test_what_decides_no_number() -> None:
     assert set(RUNTIME) == {
         "root",
         "device",
+        "part",
         "precision",
         "backend",
         "chunk",

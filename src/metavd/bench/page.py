@@ -112,12 +112,15 @@ _SCALE_TEXT = {
     MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation; "
     "every point in a process of its own. The start is from the rows in memory to the first round; the round is the "
     "median; memory is the most that the process had, its rows included.",
-    LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 128. Answers are added up in parts of so "
+    LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 256. Answers are added up in parts of so "
     "many clients; *all* holds the whole cohort, as far as that was tried.",
     RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients a round, one "
     "thread per rank; memory is that of the largest rank. Ranks can be faster up to the number of cores; more of them "
     "only show what they cost.",
 }
+
+
+_BRACKETS = "In brackets the time that the process had a core, which a busy machine stretches less."
 
 
 def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -129,18 +132,22 @@ def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]
         RANKS: (["method", "ranks", "backend"], lambda p: [p["method"], f"{p['ranks']}", p.get("backend", "")]),
     }[kind]  # fmt: skip
     rows = [[*first[0], "start s", "ms a round", "evaluation s", "memory MB"]]
+    both = "{:.1f} ({:.1f})", "{:.0f} ({:.0f})", "{:.2f} ({:.2f})"
     for each in points:
         if "error" in each:
             rows.append([*first[1](each), "failed", "", "", ""])
             continue
-        rows.append([*first[1](each), f"{each['start_s']:.1f}", f"{1000 * each['round_s']:.0f}",
-                     f"{each['evaluation_s']:.2f}", f"{each['memory_mb']:,.0f}"])  # fmt: skip
+        times = (
+            text.format(scale * each[f"{name}_s"], scale * each[f"{name}_cpu_s"])
+            for text, name, scale in zip(both, ("start", "round", "evaluation"), (1, 1000, 1), strict=True)
+        )
+        rows.append([*first[1](each), *times, f"{each['memory_mb']:,.0f}"])
     return rows
 
 
 def _scale_part(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> list[str]:
     machines = " and ".join(sorted({each["machine"] for each in points}))
-    text = f"{_SCALE_TEXT[kind]} On {machines}.{_of(points, commit)}"
+    text = f"{_SCALE_TEXT[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
     failed = [f"\n{each['method']} failed: {each['error']}" for each in points if "error" in each]
     return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", _markdown(scale_rows(kind, points)), *failed]
 

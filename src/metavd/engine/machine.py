@@ -11,12 +11,17 @@ from ..compat import compiler_unloaded, memory_kept
 from ..ops.precision import EXACT
 
 _SMALL = 200_000
-"""Below so many weights, a second thread costs more in waiting than it saves in arithmetic."""
+"""Weights of one client below which a second thread costs more in waiting than it saves in arithmetic.
+
+Also where vmap computes a hundred such clients at once: a round is a thousand short products, and after each of them
+all threads wait for the last. Two threads save a fifth of it on a quiet machine; on a busy one, where the other thread
+has no core, they took eight times as long (the benchmark's tiny workload).
+"""
 
 
 @contextmanager
 def tuned(weights: int, device: str, backend: str = "loop", precision: str = EXACT) -> Iterator[None]:
-    """Use a CPU well for operations on so many weights at once; let a GPU multiply in a precision of `ops.precision`.
+    """Use a CPU well for a network of so many weights; let a GPU multiply in a precision of `ops.precision`.
 
     With one client per core (backend "threads") what lies between clients has one thread too: so a run's bits do not
     depend on the number of cores.

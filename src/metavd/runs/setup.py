@@ -232,7 +232,6 @@ def grain_for(e: Experiment) -> int:
 def using(setup: Setup) -> AbstractContextManager[None]:
     """Return the use of the machine that suits a setup, for a `with` around its rounds."""
     e = setup.experiment
-    clients = e.chunk or int(e.cohort) if e.backend == "vmap" else 1
     # Of several ranks each has one thread, so that their number does not show in the bits.
     backend = "threads" if setup.ranks else e.backend
-    return tuned(setup.task.num_weights * clients, e.device, backend, e.precision)
+    return tuned(setup.task.num_weights, e.device, backend, e.precision)
