@@ -109,7 +109,8 @@ def page(lines: Mapping[str, Line]) -> str:
         "    python scripts/mends.py --page", "",
         "*participating*, *validation clients*: accuracy on validation rows of clients that train, and of clients that",
         "are only ever validated on, as for [tuning](tuning.md); test rows and unseen clients were taken out before.",
-        "One seed: a point is no more than noise.", "",
+        "One seed: a point is no more than noise. `kl=elbo` sums over weights and divides by rows, so that the same",
+        "beta weighs it far more, here too much; it wants a beta of its own.", "",
         "| method | changed | participating % | validation clients % | their mean % | NLL | ECE % | ECE % of "
         "validation clients |",
         "|---|---|---:|---:|---:|---:|---:|---:|",

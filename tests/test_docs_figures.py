@@ -166,6 +166,7 @@ def test_a_page_is_what_its_command_writes(page, command, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "command",
     [
+        "mends.py --page mends.md",
         "newcomers.py --page newcomers.md",
         "perfedavg.py --render --page perfedavg.md",
         "precision.py --render --rounds 100 --seeds 3 --page precision.md",

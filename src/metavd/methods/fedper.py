@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class PrivateHead(Training):
     """FedAvg's, and how a newcomer fits its head."""
 
-    new_epochs: int = option(5, "passes with which a client that never took part fits its head", low=0)
+    new_epochs: int = option(
+        5, "passes with which a client that never took part fits its head", low=0, search=[5, 30, 100]
+    )
 
 
 def private_head(parts: Parts) -> tuple[Parts, Keep]:
