@@ -262,7 +262,8 @@ def test_a_run_too_short_for_drop_says_so_before_its_first_round() -> None:
 
 def test_what_the_world_must_know_of_a_method() -> None:
     """Rows for the server, newcomers that fit, dropped weights: told by the options, whatever the method is called."""
-    assert methods.traits("fedavg") == methods.traits("reptile+metavd") == (None, False, None)
+    assert methods.traits("fedavg") == methods.traits("reptile+metavd") == (None, False, None, False)
+    assert methods.traits("reptile+metavd", {"owned_decay": "dense"}).moves_all_rows
     assert methods.traits("fedbe", {"server_share": 0.1}).server_rows_share == 0.1
     assert methods.traits("fedbe", {"server_share": 0.0}).server_rows_share == 0.0
     assert methods.traits("maml+metavd", {"newcomer": "fit"}).admits_by_fitting
