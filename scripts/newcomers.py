@@ -21,7 +21,8 @@ from metavd.container import write_atomic
 from metavd.data.source import arrays
 from metavd.evaluate.intervals import interval
 from metavd.evaluate.uncertainty import auroc
-from metavd.serve.personal import Personal, open_run, personalize
+from metavd.serve.model import Personal
+from metavd.serve.personal import open_run, personalize
 
 STORE = Path("results/newcomers.json")
 SETTINGS = {

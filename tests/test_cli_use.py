@@ -17,7 +17,8 @@ from metavd.cli.use import export_command, personalize_command, predict_command
 from metavd.data.source import digits
 from metavd.evaluate.conformal import calibrate, covered, sets
 from metavd.runs.run import run
-from metavd.serve.personal import Personal, personalize
+from metavd.serve.model import Personal
+from metavd.serve.personal import personalize
 
 for command in (personalize_command, predict_command, export_command):
     cli.add_command(command)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .evaluate import metrics as metrics
     from .runs.run import run as run
     from .runs.settings import Experiment as Experiment
-    from .serve.personal import Personal as Personal
+    from .serve.model import Personal as Personal
     from .serve.personal import personalize as personalize
     from .studies.compare import compare as compare
 
@@ -36,7 +36,7 @@ _HOMES = {
     "Algorithm": "core.types",
     "Experiment": "runs.settings",
     "Federation": "data.partition",
-    "Personal": "serve.personal",
+    "Personal": "serve.model",
     "Source": "data.source",
     "arrays": "data.source",
     "compare": "studies.compare",

@@ -28,8 +28,9 @@ from metavd.errors import SpecError, UserError
 from metavd.evaluate.metrics import ClientResult
 from metavd.runs.run import run
 from metavd.serve import export
-from metavd.serve import personal as use
-from metavd.serve.personal import Personal, Trained, open_run, personalize, personalize_each
+from metavd.serve import model as use
+from metavd.serve.model import Personal
+from metavd.serve.personal import Trained, open_run, personalize, personalize_each
 from metavd.serve.samples import samples
 
 TINY = {

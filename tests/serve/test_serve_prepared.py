@@ -16,7 +16,8 @@ from metavd.data.prepare import restored
 from metavd.data.text import labelled
 from metavd.models import module_for
 from metavd.serve.export import export
-from metavd.serve.personal import Personal, personalize
+from metavd.serve.model import Personal
+from metavd.serve.personal import personalize
 from metavd.serve.samples import UserError
 
 

@@ -13,7 +13,8 @@ from metavd.data.source import arrays, digits
 from metavd.errors import UserError
 from metavd.evaluate.conformal import calibrate
 from metavd.runs.run import run
-from metavd.serve.personal import Personal, Trained, open_run, personalize
+from metavd.serve.model import Personal
+from metavd.serve.personal import Trained, open_run, personalize
 from metavd.serve.sets import calibrated
 
 

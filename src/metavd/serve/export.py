@@ -27,7 +27,7 @@ from ..core.gp_slots import POINTS
 from ..core.posterior import per_weight
 from ..errors import UserError
 from ..tree import Params
-from .personal import Personal, Prediction
+from .model import Personal, Prediction
 from .samples import Samples, described, domain_number
 
 FORMATS = ("safetensors", "onnx")

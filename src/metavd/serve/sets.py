@@ -15,7 +15,7 @@ from ..data.partition import some
 from ..errors import UserError
 from ..evaluate import conformal
 from ..evaluate.conformal import Rule
-from .personal import Held, Personal
+from .model import Held, Personal
 from .samples import Given, Samples, domain_number, samples
 
 
