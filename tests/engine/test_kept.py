@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 import metavd
 from metavd.core import rng
-from metavd.core.types import ServerState
+from metavd.core.types import Keep, ServerState
 from metavd.data.cohort import choose
 from metavd.engine import kept as module
 from metavd.engine.checkpoint import hashes, load_checkpoint, save_checkpoint
@@ -128,6 +129,42 @@ def test_who_has_kept_nothing_has_what_it_begins_with() -> None:
     for client in everyone:
         same = all(torch.equal(found[name][client], value) for name, value in first.items())
         assert same == (client not in took)
+
+
+KEEPERS = ["local", "fedper", "fedrep", "ditto", "scaffold", "fedala", "feddbe", "pfedvem", "lrbpfl"]
+
+
+@pytest.mark.parametrize("method", KEEPERS)
+def test_who_begins_alike_begins_alike(method: str) -> None:
+    """`alike` promises that a client's number does not matter: the law behind making what all begin with once."""
+    keep, key = setup_of(method=method).algorithm.keep, rng.key(3)
+    assert keep is not None
+    assert keep.alike
+    one, other = (module.first_of(keep, key, client) for client in (0, 5))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_all_begin_with_is_made_once() -> None:
+    """Newcomers of every round and evaluation share it, unless a method says that clients begin differently."""
+    setup = setup_of()
+    keep = setup.algorithm.keep
+    assert keep is not None
+    calls: list[object] = []
+
+    def counted(key: torch.Tensor, client: torch.Tensor) -> Params:
+        calls.append(client)
+        return keep.init(key, client)
+
+    found = {}
+    for alike in (True, False):
+        calls.clear()
+        algorithm = replace(setup.algorithm, keep=Keep(counted, alike))
+        state = module.started(algorithm, start(setup)._replace(kept=None), 6)
+        found[alike] = [held(algorithm, state, clients) for clients in ([0, 1], [2], [3, 4, 5])]
+        assert len(calls) == (2 if alike else 4)  # the first of both is for the table's shapes
+    for one, other in zip(*found.values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_newcomers_and_others_are_answered_in_order_and_leave_torch_as_it_was() -> None:

@@ -112,6 +112,8 @@ class Keep(NamedTuple):
 
     init: Callable[[Tensor, Tensor], Params]
     """(key of the run, id of the client) -> what the client keeps before its first turn."""
+    alike: bool = False
+    """Whether that is the same for all clients: a run then makes it once, not for the newcomers of every round."""
 
 
 class Update(NamedTuple):
@@ -148,6 +150,9 @@ class Kept(Protocol):
 
     def everyone(self) -> Params:
         """Return what all clients keep, (N, ...); of the newest table to be read before the next one is made."""
+
+    def first(self, make: Callable[[], Params]) -> Params:
+        """Return what everybody begins with, which is made when it is first asked for."""
 
     def __len__(self) -> int:
         """Return the number of clients."""

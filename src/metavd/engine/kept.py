@@ -44,6 +44,8 @@ class _Storage:
     """Waits for the other processes that share the rows."""
     writes: bool = True
     """Whether this process writes them."""
+    first: Params | None = None
+    """What everybody begins with, once somebody has asked; see `core.types.Keep.alike`."""
 
 
 _NOTHING: tuple[list[int], Tensor, Tensor] = ([], torch.empty(0), torch.empty(0))
@@ -71,6 +73,12 @@ class Table:
         """Return of each client whether it has kept anything yet."""
         found: list[bool] = self._visited()[list(clients)].tolist()
         return found
+
+    def first(self, make: Callable[[], Params]) -> Params:
+        """Return what everybody begins with, which is made when it is first asked for."""
+        if self.storage.first is None:
+            self.storage.first = make()
+        return self.storage.first
 
     def visited(self) -> list[int]:
         """Return the clients that have kept something, ascending."""
@@ -211,6 +219,16 @@ def started(algorithm: Algorithm, state: ServerState, clients: int) -> ServerSta
     return state._replace(kept=empty(clients, first_of(algorithm.keep, state.key, 0)))
 
 
+def _begun(keep: Keep, state: ServerState, clients: Sequence[int]) -> Params:
+    """Return what clients keep before their first turn, (C, ...)."""
+    if keep.alike and state.kept is not None:
+        first = state.kept.first(lambda: first_of(keep, state.key, 0))
+        return {name: value.expand(len(clients), *value.shape) for name, value in first.items()}
+    ids = over(torch.tensor(clients), state.key.device)
+    begun: Params = vmap(keep.init, (None, 0))(state.key, ids)
+    return begun
+
+
 def newcomers(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) -> list[bool]:
     """Return of each client whether it has kept nothing yet; nobody is new to a method that keeps nothing."""
     if algorithm.keep is None:
@@ -232,8 +250,7 @@ def held(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) -> Pa
     found = state.kept.rows(old) if state.kept is not None and old else {}
     if len(old) == len(clients):
         return found
-    ids = over(torch.tensor([c for c, is_new in zip(clients, new, strict=True) if is_new]), state.key.device)
-    fresh: Params = vmap(algorithm.keep.init, (None, 0))(state.key, ids)
+    fresh = _begun(algorithm.keep, state, [client for client, is_new in zip(clients, new, strict=True) if is_new])
     if not old:
         return fresh
     order = torch.argsort(torch.tensor(new).int(), stable=True)  # those with a row first

@@ -62,6 +62,6 @@ def alone(parts: Parts, o: AloneOptions) -> Algorithm:
         admit=lambda params, round, batches: {},  # noqa: ARG005
         train_batches=sampling(o.batch, o.local_epochs),
         personal_batches=sampling(o.batch, steps=0),
-        keep=core.types.Keep(first),
+        keep=core.types.Keep(first, alike=True),
         newcomer=core.types.Newcomer(steps, sampling(o.batch, o.new_epochs)),
     )

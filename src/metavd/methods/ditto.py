@@ -61,7 +61,7 @@ def ditto(parts: Parts, o: DittoOptions) -> Algorithm:
             o,
             steps,
             sampling(o.batch, o.local_epochs),
-            keep=core.types.Keep(first),
+            keep=core.types.Keep(first, alike=True),
             newcomer=core.types.Newcomer(
                 replace(near, init=at_received, final=local.use_own), sampling(o.batch, o.new_epochs)
             ),

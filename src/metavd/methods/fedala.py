@@ -72,5 +72,5 @@ def fedala(parts: Parts, o: FedALAOptions) -> Algorithm:
         )  # fmt: skip
 
     train, use = sampling(o.batch, o.mix_epochs + o.local_epochs), sampling(o.batch, o.mix_epochs)
-    built = assemble(parts, o, stage(train, personal=False), train, keep=core.types.Keep(init))
+    built = assemble(parts, o, stage(train, personal=False), train, keep=core.types.Keep(init, alike=True))
     return replace(built, personalize=stage(use, personal=True), personal_batches=use)

@@ -80,7 +80,7 @@ def feddbe(parts: Parts, o: FedDBEOptions) -> Algorithm:
     )
     built = assemble(
         parts, o, dbe.tracking(steps, model, batches, o.momentum), batches,
-        keep=core.types.Keep(init),
+        keep=core.types.Keep(init, alike=True),
         newcomer=core.types.Newcomer(replace(fits, final=bias.used), sampling(o.batch, o.new_epochs)),
     )  # fmt: skip
     return replace(built, personalize=replace(built.personalize, final=bias.used))

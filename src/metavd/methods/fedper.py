@@ -53,7 +53,7 @@ def private_head(parts: Parts) -> tuple[Parts, Keep]:
     def init(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
         return {name: value for name, value in model.init(core.rng.fold(key, 0)).items() if model.in_head(name)}
 
-    return replace(parts, emit=core.emit.without(parts.emit, model.in_head)), core.types.Keep(init)
+    return replace(parts, emit=core.emit.without(parts.emit, model.in_head)), core.types.Keep(init, alike=True)
 
 
 def fits_head(parts: Parts, o: PrivateHead) -> Newcomer:

@@ -64,4 +64,4 @@ def lrbpfl(parts: Parts, o: LRBPFLOptions) -> Algorithm:
     fits = core.local.sgd(parts.personal(loss), lr=o.lr, clip=o.clip, only=factors.has, rate=rate)
     batches = core.types.Sampling(o.batch, o.local_epochs)
     newcomer = core.types.Newcomer(fits, core.types.Sampling(o.batch, o.new_epochs))
-    return assemble(parts, o, steps, batches, keep=core.types.Keep(init), newcomer=newcomer)
+    return assemble(parts, o, steps, batches, keep=core.types.Keep(init, alike=True), newcomer=newcomer)

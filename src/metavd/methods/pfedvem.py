@@ -74,7 +74,7 @@ def pfedvem(parts: Parts, o: PFedVEMOptions) -> Algorithm:
     )
     built = assemble(
         parts, o, replace(steps, init=head.begun, final=head.sent), batches,
-        keep=core.types.Keep(init),
+        keep=core.types.Keep(init, alike=True),
         newcomer=core.types.Newcomer(
             replace(fits, init=head.begun, final=head.used), sampling(o.batch, o.new_epochs)
         ),

@@ -66,6 +66,6 @@ def scaffold(parts: Parts, o: ScaffoldOptions) -> Algorithm:
         o,
         core.local.controlled(parts.outer, lr=o.lr, clip=o.clip),
         core.types.Sampling(o.batch, o.local_epochs),
-        keep=core.types.Keep(first),
+        keep=core.types.Keep(first, alike=True),
     )
     return replace(made, personalize=replace(made.personalize, init=core.local.without_own))
