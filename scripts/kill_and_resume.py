@@ -143,15 +143,20 @@ def remains(folder: Path) -> dict[str, object]:
     }
 
 
+def again(folder: Path) -> list[str]:
+    """Return how a killed run is asked for again: one that was killed before it began is no run yet."""
+    return ["--resume"] if opened(folder) else []
+
+
 def trial(what: Sequence[str], folder: Path, span: Span, choose: random.Random) -> list[str]:
     """Kill and resume until the run is finished; return what was there at every kill."""
     told: list[str] = []
-    for number in range(choose.choice([1, 1, 2, 3])):
+    for _ in range(choose.choice([1, 1, 2, 3])):
         moment = choose.choice(["start", "running", "running", "writing", "writing", "ending"])
-        told.append(kill(what, folder, moment, choose.random(), span, *["--resume"][:number]))
+        told.append(kill(what, folder, moment, choose.random(), span, *again(folder)))
         if told[-1] == "done":
             break
-    finish(start(what, folder, "--resume"))
+    finish(start(what, folder, *again(folder)))
     return told
 
 
