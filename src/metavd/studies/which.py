@@ -127,7 +127,11 @@ def page(store: Path, command: str = COMMAND) -> str:
     groups = grouped(store)
     every = [line for methods in groups.values() for lines in methods.values() for line in lines]
     seeds = {len({line["seed"] for line in lines}) for methods in groups.values() for lines in methods.values()}
-    how_many = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds, default=0)} seed(s)"
+    how_many = (
+        f"{min(seeds)} to {max(seeds)} seeds"
+        if len(seeds) > 1
+        else ("one seed" if seeds == {1} else f"{max(seeds, default=0)} seeds")
+    )
     tuned = sum(KEY in line["settings"] for line in every)
     text = [
         "# Which method?",
