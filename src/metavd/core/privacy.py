@@ -57,13 +57,17 @@ def lengths(moves: Params) -> Tensor:
 
 
 def shortened(moves: Params, length: Tensor, limit: float | Tensor) -> Params:
-    """Return moves (C, ...) of at most this length; one that is not finite moves nothing."""
+    """Return moves (C, ...) of at most this length; one that is not finite moves nothing.
+
+    Nor does one so long that its scale is below the smallest normal number: that has too few digits to bound a length.
+    """
     scale = (limit / length).clamp(max=1.0)  # a move of length 0 has an infinite one before the clamp
     finite = torch.isfinite(length)
 
     def cut(value: Tensor) -> Tensor:
         shape = (-1, *[1] * (value.dim() - 1))
-        return torch.where(finite.reshape(shape), value * scale.to(value.dtype).reshape(shape), 0.0)
+        sound = finite & (scale >= torch.finfo(value.dtype).tiny)
+        return torch.where(sound.reshape(shape), value * scale.to(value.dtype).reshape(shape), 0.0)
 
     return tree.map(cut, moves)
 
