@@ -44,7 +44,7 @@ def digits() -> Table:
         ]  # fmt: skip
         return markdown(
             "Test accuracy of `fedavg` on `digits`, in %: 24 clients of whom 12 are asked, 15 rounds, mean of three "
-            f"seeds; {made_on(found)}.", ["rule", *heads], rows,
+            f"seeds; {made_on(found.values())}.", ["rule", *heads], rows,
         )  # fmt: skip
 
     return Table(tasks, write)
@@ -72,7 +72,7 @@ def cifar10(method: str, attack: str) -> Table:
             f"Test accuracy of `{method}` on CIFAR-10, in %: {setting['partition']}, {setting['clients']} clients of "
             f"whom {setting['cohort']} are asked, {setting['rounds']} rounds, network `{setting['model']}` of width "
             f"{setting['width']}, one seed ({setting['seed']}), so that a difference of a point or two says nothing; "
-            f"{made_on(found)}.", ["rule", *heads], rows,
+            f"{made_on(found.values())}.", ["rule", *heads], rows,
         )  # fmt: skip
 
     return Table(tasks, write)

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tables import made_on
+
 from metavd.engine.rounds import Listener
 from metavd.runs.settings import Experiment, spec_hash, with_settings
 from metavd.studies.halving import stretch
@@ -100,11 +102,11 @@ def page(lines: Mapping[str, Line]) -> str:
         if line is not None:
             rows.append(_row(case, line))
     made = [line for line in lines.values() if "result" in line]
-    where = "; ".join(sorted({f"{line['machine']}, commit {line['commit']}" for line in made}))
     return "\n".join([
         "# The mends of MetaVD, judged on validation", "",
         "Each option beside the rule that it would replace, all else as tuned ([tuned.md](tuned.md)): CIFAR-100,",
-        f"`dirichlet:0.5`, independent rows, {SETTING['rounds']:,} rounds, seed {SETTING['seed']}; {where}.", "",
+        f"`dirichlet:0.5`, independent rows, {SETTING['rounds']:,} rounds, seed {SETTING['seed']};",
+        f"{made_on(made)}.", "",
         "Made by", "",
         "    python scripts/mends.py --page", "",
         "*participating*, *validation clients*: accuracy on validation rows of clients that train, and of clients that",

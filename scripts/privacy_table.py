@@ -75,7 +75,7 @@ def table(
             for clip, (name, own) in product(clips, methods)
         ]  # fmt: skip
         heads = ["method", "clip", *spent, "clip alone", "without `+dp`"]
-        return markdown(f"{caption}; {made_on(found)}.", heads, rows)
+        return markdown(f"{caption}; {made_on(found.values())}.", heads, rows)
 
     return Table(tasks, write)
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tables
+
 from metavd.bench.whole import SETTING
 from metavd.engine.rounds import Listener
 from metavd.runs.run import run
@@ -63,11 +65,8 @@ def carried_out(changes: Sequence[Changes], store: Path, root: str | None) -> li
 
 
 def made_on(cases: Sequence[Case]) -> str:
-    """Return where and when runs were made."""
-    lines = [case.line for case in cases]
-    parts = {key: ", ".join(sorted({line[key] for line in lines})) for key in ("machine", "commit", "date")}
-    torch = ", ".join(sorted({line["versions"]["torch"] for line in lines}))
-    return f"{parts['machine']}, torch {torch}, commit {parts['commit']}, {parts['date']}"
+    """Return where and when cases were made."""
+    return tables.made_on([case.line for case in cases])
 
 
 def main(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,10 +55,10 @@ def percent(lines: list[Line], figure: str, *, half: bool = False, digits: int =
     return f"{middle:.{digits}f}" + (f" ± {width:.{digits}f}" if half and width is not None else "")
 
 
-def made_on(found: Found) -> str:
+def made_on(lines: Collection[Line]) -> str:
     """Return where and when runs were made."""
-    parts = {key: ", ".join(sorted({line[key] for line in found.values()})) for key in ("machine", "commit", "date")}
-    torch = ", ".join(sorted({line["versions"]["torch"] for line in found.values()}))
+    parts = {key: ", ".join(sorted({line[key] for line in lines})) for key in ("machine", "commit", "date")}
+    torch = ", ".join(sorted({line["versions"]["torch"] for line in lines}))
     return f"{parts['machine']}, torch {torch}, commit {parts['commit']}, {parts['date']}"
 
 
@@ -84,7 +84,7 @@ def _carried_out(name: str, table: Table, given: argparse.Namespace) -> None:
     work = partial(at_end, where)
     for ended in carry_out(
         table.tasks, work, store=given.store, scope=SCOPE, work=given.out, jobs=given.jobs, device=given.device,
-        share=given.slice,
+        share=Share.of(given.slice) if given.slice else None,
     ):  # fmt: skip
         said = percent([ended.line], "accuracy") + " %" if ended.line else str(ended.error or "")
         print(f"{name}: {ended.key}: {ended.end} {said}", flush=True)
@@ -104,13 +104,6 @@ def _written(tables: Mapping[str, Table], store: Path) -> str:
     return "\n".join(parts)
 
 
-def _share(text: str) -> Share:
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no slice, such as 1/4")
-    return Share(int(number), int(count))
-
-
 def main(doc: str, tables: Mapping[str, Table], *, store: Path, page: Path, word: str) -> None:
     """Read the command line, run what is missing, write the page between the marks that hold the word."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,7 +111,7 @@ def main(doc: str, tables: Mapping[str, Table], *, store: Path, page: Path, word
     parser.add_argument("--root", help="folder with the files of datasets")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: what suits the device")
-    parser.add_argument("--slice", type=_share, metavar="K/N", help="only this part of the missing runs")
+    parser.add_argument("--slice", metavar="K/N", help="only this part of the missing runs")
     parser.add_argument("--out", type=Path, default=Path("runs") / store.stem, help="folder of runs under way")
     parser.add_argument("--store", type=Path, default=store)
     parser.add_argument("--page", type=Path, nargs="?", const=page, help=f"document to write into; {page}")

@@ -207,12 +207,7 @@ shared = adding(
 
 def _share(_: click.Context, __: click.Parameter, value: str | None) -> later.studies_many.Share | None:
     """Read a share of a study, "3/16"; None: all of it."""
-    if value in {None, "1/1"}:
-        return None
-    number, slash, count = str(value).partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= 10**6):
-        raise SpecError(f"--slice is {value!r}, but must be K/N, the K-th of N shares, such as 3/16")
-    return later.studies_many.Share(int(number), int(count))
+    return None if value in {None, "1/1"} else later.studies_many.Share.of(str(value))
 
 
 sliced = click.option(

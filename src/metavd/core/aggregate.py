@@ -56,19 +56,20 @@ def precision(posterior: Posterior) -> Summed:
     them plainly.
     """
 
+    def votes_on(params: Params, layer: str, weight: Tensor) -> Tensor:
+        """Return how loud each client speaks about each weight of a layer (C, ...), not at all where it drops it."""
+        found, mask = _precisions(posterior, params, layer, weight), params.get(f"{layer}.mask")
+        return found if mask is None else found * torch.func.vmap(per_weight)(mask, params[f"{layer}.weight"])
+
     def aggregate(params: Params, weight: Tensor) -> Params:
         targets = dict(params)
         for layer in posterior.layers:
             name = f"{layer}.weight"
-            answers = params[name]
-            votes = _precisions(posterior, params, layer, weight)
-            mask = params.get(f"{layer}.mask")
-            if mask is None:
-                consensus = (votes * answers).sum(0) / (votes.sum(0) + _EPS)
-            else:
-                votes = votes * torch.func.vmap(per_weight)(mask, answers)
-                total = votes.sum(0)
-                consensus = torch.where(total > 0, (votes * answers).sum(0) / (total + _EPS), answers[0])
+            answers, votes = params[name], votes_on(params, layer, weight)
+            total = votes.sum(0)
+            consensus = (votes * answers).sum(0) / (total + _EPS)
+            if f"{layer}.mask" in params:
+                consensus = torch.where(total > 0, consensus, answers[0])
             targets[name] = consensus.expand_as(answers)
         return targets
 
@@ -76,10 +77,8 @@ def precision(posterior: Posterior) -> Summed:
         found: Params = {}
         for layer in posterior.layers:
             name = f"{layer}.weight"
-            counts = _precisions(posterior, params, layer, weight)
-            if f"{layer}.mask" in params:
-                counts = counts * torch.func.vmap(per_weight)(params[f"{layer}.mask"], params[name])
-            found |= {f"{name}/votes": counts.sum(0), f"{name}/answers": (counts * params[name]).sum(0)}
+            votes = votes_on(params, layer, weight)
+            found |= {f"{name}/votes": votes.sum(0), f"{name}/answers": (votes * params[name]).sum(0)}
         return found
 
     def consensus(sums: Params, now: Params) -> Params:

@@ -171,7 +171,7 @@ class ServerState(NamedTuple):
     kept: Kept | None = None
     """What simulated clients keep, where the method lets them; no function of the server is ever given it."""
     rows: Kept | None = None
-    """Rows of the server that belong to one client each, where there are too many for `params`; see `engine.owned`."""
+    """Rows of the server that belong to one client each, where there are too many for `params`; see `core.owned`."""
 
 
 class Answer(NamedTuple):

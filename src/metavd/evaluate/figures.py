@@ -21,7 +21,7 @@ Shape letters: C clients, N samples, K classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -265,6 +265,15 @@ class Column(NamedTuple):
     digits: int = 1
     better: int = 0
     """1: higher is better, -1: lower, 0: neither is said."""
+
+    def values(self, results: Iterable[Mapping[str, Any]]) -> list[float]:
+        """Return the figure of every result that has it, in its unit.
+
+        >>> Column("accuracy %", ("test", "accuracy"), 100.0).values([{"test": {"accuracy": 0.5}}, {"test": {}}])
+        [50.0]
+        """
+        found = (number(result, *self.path) for result in results)
+        return [value * self.factor for value in found if value is not None]
 
 
 GAP = Column("gap", ("gap",), 100.0, 2)

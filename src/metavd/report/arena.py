@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..errors import UserError
-from ..evaluate.figures import Column, get, number
+from ..evaluate.figures import Column, get
 from ..evaluate.intervals import interval
 from ..studies.lines import Line
 from ..studies.which import grouped
@@ -62,8 +62,7 @@ def _best(methods: Mapping[str, Sequence[Line]]) -> list[str]:
 
 
 def _values(lines: Sequence[Line], column: Column) -> list[float]:
-    found = (number(line["result"], *column.path) for line in lines)
-    return [value * column.factor for value in found if value is not None]
+    return column.values(line["result"] for line in lines)
 
 
 def _dots(axes: Any, runs: Sequence[Sequence[Line]], column: Column, label: str, color: str, *, offset: float) -> None:

@@ -30,6 +30,7 @@ from ..errors import UserError
 from ..evaluate import conformal
 from ..evaluate.answers import Answers, ClientResult
 from ..evaluate.uncertainty import auroc, fpr95
+from ..runs.evaluation import whom
 from ..runs.setup import Data, channels_last, using
 from .personal import Trained, open_run
 from .samples import Given, blank, fit
@@ -100,12 +101,12 @@ def _answered(opened: Trained, foreign: np.ndarray | None) -> dict[str, list[Cli
         numbers = np.arange(len(source.x), len(joined.x))
         shown = replace(rows.federation, source=joined, test=tuple(numbers for _ in rows.federation.test))
         rows = pool(shown, e.device, rows.dtype, channels_last=channels_last(e))
-    known, new = rows.federation.num_clients, rows.federation.num_unseen
-    groups = {"test": range(known), "unseen": range(known, known + new)}
+    groups = whom(setup, 0)
     with using(setup):
         return {
             part: [each for each, _ in answers(setup.algorithm, rows, opened.state, clients, setup.schedule.map)]
             for part, clients in groups.items()
+            if part in _GROUPS
         }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engine.rounds import Listener
 from ..evaluate.conformal import METHODS
-from ..evaluate.figures import SECONDS, SENT, Column, get, number
+from ..evaluate.figures import SECONDS, SENT, Column, get
 from ..evaluate.intervals import interval
 from ..runs.run import run
 from ..runs.settings import Experiment, with_settings
@@ -160,9 +160,7 @@ Value = tuple[float, float | None] | None
 
 
 def _values(column: Column, results: Sequence[Mapping[str, Any]]) -> Value:
-    known = [
-        value * column.factor for value in (number(result, *column.path) for result in results) if value is not None
-    ]
+    known = column.values(results)
     return interval(known) if known else None
 
 

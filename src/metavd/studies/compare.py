@@ -14,7 +14,7 @@ from ..container import write_atomic
 from ..core.types import Model
 from ..engine.rounds import Listener
 from ..errors import SpecError
-from ..evaluate.figures import EPSILON, SENT, Column, headline, number
+from ..evaluate.figures import EPSILON, SENT, Column, headline
 from ..evaluate.intervals import interval
 from ..methods import options_of
 from ..runs import notebook
@@ -45,8 +45,7 @@ def summarize_runs(results: Sequence[Mapping[str, Any]]) -> dict[str, Cell]:
     """Return mean and half width of the 95 % interval over seeds, by heading; None where there is no number."""
     table: dict[str, Cell] = {}
     for column in columns():
-        values = [number(result, *column.path) for result in results]
-        known = [value * column.factor for value in values if value is not None]
+        known = column.values(results)
         table[column.title] = interval(known) if known else None
     return table
 

@@ -30,7 +30,7 @@ from typing import IO, Any, Generic, Literal, TypeVar
 
 from ..core.types import NonFiniteError
 from ..engine.rounds import Listener, Silent
-from ..errors import UserError
+from ..errors import SpecError, UserError
 from ..runs.provenance import provenance
 from ..runs.store import StoreError
 from .lines import Line, append, complete, identity, read
@@ -52,6 +52,14 @@ class Share:
 
     number: int
     count: int
+
+    @classmethod
+    def of(cls, text: str) -> Share:
+        """Read "3/16"."""
+        number, slash, count = text.partition("/")
+        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= 10**6):
+            raise SpecError(f"--slice is {text!r}, but must be K/N, the K-th of N shares, such as 3/16")
+        return cls(int(number), int(count))
 
     def has(self, name: int) -> bool:
         """Whether a task of this name, a large number, is in this share."""

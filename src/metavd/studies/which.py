@@ -15,7 +15,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import NamedTuple
 
-from ..evaluate.figures import SECONDS, SENT, Column, get, number
+from ..evaluate.figures import SECONDS, SENT, Column, get
 from .arena import SCOPE, setting_of
 from .lines import Line, read
 from .tuned import KEY, label
@@ -66,8 +66,7 @@ def means(groups: Mapping[str, Mapping[str, Sequence[Line]]], column: Column) ->
     found: dict[str, dict[str, float]] = {}
     for setting, methods in groups.items():
         for method, lines in methods.items():
-            values = [number(line["result"], *column.path) for line in lines]
-            known = [value * column.factor for value in values if value is not None]
+            known = column.values(line["result"] for line in lines)
             if known:
                 found.setdefault(setting, {})[method] = sum(known) / len(known)
     return found
@@ -127,11 +126,10 @@ def page(store: Path, command: str = COMMAND) -> str:
     groups = grouped(store)
     every = [line for methods in groups.values() for lines in methods.values() for line in lines]
     seeds = {len({line["seed"] for line in lines}) for methods in groups.values() for lines in methods.values()}
-    how_many = (
-        f"{min(seeds)} to {max(seeds)} seeds"
-        if len(seeds) > 1
-        else ("one seed" if seeds == {1} else f"{max(seeds, default=0)} seeds")
-    )
+    low, high = min(seeds, default=0), max(seeds, default=0)
+    how_many = "one seed" if high == 1 else f"{high} seeds"
+    if low < high:
+        how_many = f"{low} to {how_many}"
     tuned = sum(KEY in line["settings"] for line in every)
     text = [
         "# Which method?",
