@@ -27,6 +27,7 @@ from metavd.serve.personal import open_run, personalize
 STORE = Path("results/newcomers.json")
 SETTINGS = {
     "method": "reptile+metavd",
+    "variant": "paper",
     "rounds": 15,
     "model": "small-cnn",
     "width": 16,

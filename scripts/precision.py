@@ -16,14 +16,20 @@ from study import SETTING, Case, Changes, made_on, main
 
 from metavd.ops.precision import EXACT, PRECISIONS
 
-METHODS = ("fedavg", "reptile+metavd")
+METHODS: dict[str, Changes] = {"fedavg": {}, "reptile+metavd": {"beta": 10.0}}
+"""And the options that they were run with; beta is the paper's."""
 
 
 def changes(given: Namespace) -> list[Changes]:
     """Return every method in every precision over the seeds."""
     length = {"rounds": given.rounds, "eval_every": given.rounds}
     seeds = range(SETTING["seed"], SETTING["seed"] + given.seeds)
-    return [{"method": m, "precision": p, "seed": s, **length} for m in METHODS for s in seeds for p in PRECISIONS]
+    return [
+        {"method": method, "precision": precision, "seed": seed, **own, **length}
+        for method, own in METHODS.items()
+        for seed in seeds
+        for precision in PRECISIONS
+    ]
 
 
 def page(given: Namespace, cases: list[Case]) -> str:

@@ -85,15 +85,16 @@ def options(*kinds: Any) -> str:
     return table(["option", "default", "of", "meaning", "may be", "searched"], body)
 
 
-def released() -> str:
-    """Return what variant=released changes."""
+def presets() -> str:
+    """Return what each variant changes."""
+    variants = [variant for variant in methods.VARIANTS if variant != "default"]
     rows: dict[tuple[str, ...], list[str]] = {}
     for part in methods.entries().values():
         for option in part.options.values():
-            if "released" in option.presets:
-                key = (f"`{option.name}`", shown(option.default), shown(option.presets["released"]))
-                rows.setdefault(key, []).append(part.sign)
-    return table(["option", "default", "released", "of"], [[*key, ", ".join(names)] for key, names in rows.items()])
+            if option.presets:
+                given = (shown(option.presets.get(variant, option.default)) for variant in variants)
+                rows.setdefault((f"`{option.name}`", shown(option.default), *given), []).append(part.sign)
+    return table(["option", "default", *variants, "of"], [[*key, ", ".join(names)] for key, names in rows.items()])
 
 
 def settings() -> str:
@@ -188,12 +189,14 @@ A dataset may bring defaults of its own, see `metavd datasets`.
 ## Options of the regularisers
 
 {options("regulariser", "extra")}
-## The released code's rules
+## Presets: the paper's values, the released code's rules
 
-`variant=released` sets the options below, each method those that it has; an option that is given by name goes first.
-Everything that stays different is in [differences.md](differences.md).
+`variant=paper` takes our rules with the values that the paper and its code state, where validation chose others for our
+defaults ([tuned.md](tuned.md)); `variant=released` takes the released code's rules and values. Each sets the options
+below, each method those that it has; an option that is given by name goes first. What stays different from the released
+code is in [differences.md](differences.md).
 
-{released()}
+{presets()}
 ## Settings of an experiment
 
 Beside the method's options, every run has these settings, given in the same way.

@@ -27,8 +27,12 @@ FAMILIES = (
 )  # fmt: skip
 """Our own modules with methods, in the order in which methods are listed."""
 REGISTRY: Registry[Entry] = Registry("metavd.methods", [f"{__package__}.{family}" for family in FAMILIES])
-VARIANTS = ("default", "released")
-VARIANT = Option("variant", "default", "preset of all options: ours, or the released code's rules", choices=VARIANTS)
+VARIANTS = ("default", "paper", "released")
+VARIANT = Option(
+    "variant", "default",
+    "preset of all options: ours, ours with the values that the paper and its code state, or the released code's rules",
+    choices=VARIANTS,
+)  # fmt: skip
 
 Kind = Literal["base", "regulariser", "extra"]
 O = TypeVar("O", bound=Options)  # noqa: E741

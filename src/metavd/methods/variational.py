@@ -61,7 +61,9 @@ class PosteriorOptions(Options):
         "hierarchical", "what the KL pulls spreads to: as much noise as possible, or the rate that they start at",
         later=True,
     )  # fmt: skip
-    beta: float = option(10.0, "weight of the KL", low=0, search=[float(i) for i in range(1, 16)])
+    beta: float = option(
+        5.0, "weight of the KL", low=0, search=[float(i) for i in range(1, 16)], paper=10.0, released=10.0
+    )
     beta_ramp: float = option(0.02, "share of all rounds in which beta rises from 0", low=0, high=1)
     kl: Literal["mean", "elbo"] = option("mean", "KL as mean over weights x beta, or as the ELBO's sum/n x beta")
     kl_epsilon: Literal["weight", "variance"] = option(

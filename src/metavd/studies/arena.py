@@ -16,6 +16,7 @@ from ..engine.rounds import Listener
 from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Column, get
 from ..evaluate.intervals import interval
+from ..methods import resolve
 from ..runs.run import run
 from ..runs.settings import Experiment, with_settings
 from ..runs.store import Store
@@ -23,7 +24,7 @@ from .lines import Line, read
 from .many import Ended, Share, carry_out, taken
 from .pairs import pair
 from .paper.digest import digest, often, rounded
-from .tuned import label, plain
+from .tuned import KEY, label, plain
 
 SCOPE = "arena"
 PUBLISHED = {
@@ -97,7 +98,7 @@ def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
     groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in read(store, SCOPE).values():
-        groups[setting_of(line)][label(line["settings"])].append(line)
+        groups[setting_of(line)][name_of(line)].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
@@ -119,6 +120,15 @@ def page(store: Path) -> str:
     for title, methods in sorted(groups.items()):
         parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def name_of(line: Line) -> str:
+    """Return how tables call a run: its method, whether it is tuned, and else every option that is no default now."""
+    settings = line["settings"]
+    usual = {} if KEY in settings else resolve(str(settings["method"]))
+    other = (f"{key}={settings[key]:g}" if isinstance(settings[key], float) else f"{key}={settings[key]}"
+             for key, value in usual.items() if settings.get(key, value) != value)  # fmt: skip
+    return " ".join([label(settings), *other])
 
 
 def setting_of(line: Line) -> str:

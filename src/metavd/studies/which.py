@@ -16,9 +16,9 @@ from string import ascii_lowercase
 from typing import NamedTuple
 
 from ..evaluate.figures import SECONDS, SENT, Column, get
-from .arena import SCOPE, setting_of
+from .arena import SCOPE, name_of, setting_of
 from .lines import Line, read
-from .tuned import KEY, label
+from .tuned import KEY
 
 COMMAND = "metavd arena --page docs/arena.md --which docs/which.md --picture docs/arena.png"
 TOY = "digits"
@@ -111,7 +111,7 @@ def grouped(store: Path) -> dict[str, dict[str, list[Line]]]:
     every: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in read(store, SCOPE).values():
         if "result" in line:
-            every[setting_of(line)][label(line["settings"])].append(line)
+            every[setting_of(line)][name_of(line)].append(line)
     serious = {key: methods for key, methods in every.items() if not key.startswith(TOY)} or every
     return {key: _tuned(methods) for key, methods in sorted(serious.items())}
 
