@@ -374,7 +374,7 @@ def test_given_options_override_the_variant() -> None:
         ("fedavg", {"batch": 2.5}, ["batch is 2.5", "a whole number"]),
         ("fedavg+snip", {"sparsity": 1.5}, ["sparsity is 1.5", "between 0 and 0.999"]),
         ("fedavg+metavd", {"per": "row"}, ["per is 'row'", "weight, input"]),
-        ("fedavg+metavd", {"variant": "paper"}, ["variant is 'paper'", "default, released"]),
+        ("fedavg+metavd", {"variant": "print"}, ["variant is 'print'", "default, paper, released"]),
         ("fedbe", {"server_share": 0.9}, ["server_share is 0.9", "between 0 and 0.5"]),
         ("fedavg+metavd+drop", {"threshold": -0.1}, ["threshold is -0.1", "between 0 and 1"]),
     ],

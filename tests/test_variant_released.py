@@ -73,7 +73,9 @@ PRESET = {
     "predict": "draws", "samples": 3, "average": "logits",
     "spread_decay": 5e-4, "owned": "share", "owned_decay": "dense", "meta_batches": "independent",
     "product": "released", "saliency": "released", "dropped": "released", "temperature": 1.0, "distill_lr": 0.9,
+    "beta": 10.0,
 }  # fmt: skip
+STATED = {"beta": 10.0}
 
 
 @pytest.mark.parametrize("name", methods.NAMES)
@@ -90,11 +92,20 @@ def test_preset(name):
 
 
 def test_preset_is_complete():
-    """The released rules are exactly these option values, each of an option that some method has."""
+    """The released rules and the paper's values are exactly these, each of an option that some method has."""
     everywhere = [option for name in methods.NAMES for option in methods.options_of(name).values()]
     assert {option.name: option.presets["released"] for option in everywhere if option.presets} == PRESET
     for option in everywhere:
-        assert dict(option.presets) == ({"released": PRESET[option.name]} if option.name in PRESET else {})
+        presets = {"released": PRESET, "paper": STATED}
+        wanted = {variant: values[option.name] for variant, values in presets.items() if option.name in values}
+        assert dict(option.presets) == wanted
+
+
+def test_the_papers_values_are_another_preset():
+    """variant=paper changes its values alone, and gives way to what is given."""
+    plain, paper = (methods.resolve("maml+metavd", {"variant": variant}) for variant in ("default", "paper"))
+    assert paper == plain | STATED | {"variant": "paper"}
+    assert methods.resolve("maml+metavd", {"variant": "paper", "beta": 3.0}) == paper | {"beta": 3.0}
 
 
 @pytest.mark.parametrize("variant", ["default", "released"])
@@ -551,10 +562,10 @@ def test_beta_ramp(build, make_batch):
     base, state = build("reptile+vd", beta=0.0)
     term = base.posterior.kl(received(base, state))
     for share in (0.0, 0.02, 0.5):
-        algorithm, state = build("reptile+vd", beta_ramp=share)
+        algorithm, state = build("reptile+vd", beta=7.0, beta_ramp=share)
         for round in (0.0, 1.0, 25.0, 60.0):
             batch = make_batch(8, round=round)
-            beta = objective.ramp(10.0, 100, share)(batch.round)
+            beta = objective.ramp(7.0, 100, share)(batch.round)
             extra = loss_of(algorithm, state, batch) - loss_of(base, state, batch)
             assert_close(extra, beta * term, rtol=1e-9, atol=1e-12)
 
@@ -746,7 +757,7 @@ def test_newcomer_fit(build, make_batch):
     """newcomer=fit: the unseen client's embedding takes fit_steps steps of fit_lr on its batch; mean: it takes none."""
     batch = make_batch(8, round=50.0)
     mean, state = build("reptile+metavd", rate=0.5)
-    fit, _ = build("reptile+metavd", rate=0.5, newcomer="fit", fit_steps=4, fit_lr=0.5)
+    fit, _ = build("reptile+metavd", rate=0.5, beta=10.0, newcomer="fit", fit_steps=4, fit_lr=0.5)
     unseen = received(mean, state, NEW)
     same(mean.admit(state.params, state.round, [batch]), unseen)
     model = attach(from_module(_module()), fit.posterior)
@@ -881,7 +892,7 @@ def test_training_options(build, make_batch):
 @pytest.mark.parametrize(("spread_kind", "entry"), [("logvar", "logvar"), ("logalpha", "logalpha")])
 def test_maml_freezes_the_spread_in_its_inner_step(build, make_batch, spread_kind, entry):
     """Support: CE alone, the spread held; query: CE + beta KL at the adapted weights, the spread moved with them."""
-    algorithm, state = build("maml+metavd", spread=spread_kind, rate=0.5, lr=0.5, draws=2)
+    algorithm, state = build("maml+metavd", spread=spread_kind, rate=0.5, lr=0.5, beta=10.0, draws=2)
     batches = [make_batch(8, seed=i, round=50.0) for i in range(3)]
     inner = objective.cross_entropy(attach(from_module(_module()), algorithm.posterior), 2)
     outer = objective.total(inner, objective.divergence(algorithm.posterior, lambda round: 10.0 + 0.0 * round))
