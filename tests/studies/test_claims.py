@@ -45,16 +45,10 @@ def stored(store: Path, table: str, row: str, column: str, right: int, **more: A
         ([OPEN] * 4, "does not hold here"),
         ([FOR] * 4 + [MISSING] * 5, "not yet tested"),
         ([FOR] * 4 + [MISSING] * 4, "holds"),
-        ([], "cannot be tested here"),
     ],
 )
 def test_the_verdict_is_the_rule_s(outcomes: list[str], said: str) -> None:
-    assert verdict(claim("accuracy"), [Comparison("", "", outcome) for outcome in outcomes]) == said
-
-
-def test_a_claim_that_cannot_be_tested_says_why() -> None:
-    assert verdict(claim("aggregation"), []) == "cannot be tested here"
-    assert claim("aggregation").cannot
+    assert verdict([Comparison("", "", outcome) for outcome in outcomes]) == said
 
 
 def test_every_claim_names_rows_that_there_are(tmp_path: Path) -> None:
@@ -114,6 +108,9 @@ def test_rates_and_rows_of_different_tables(tmp_path: Path) -> None:
     ]  # fmt: skip
     (fixed,) = (one for one in compare(claim("dropout"), store, HOW) if one.outcome != MISSING)
     assert (fixed.where, fixed.outcome) == ("cifar100, Dirichlet 0.5", AGAINST)
+    stored(store, "A3", "Reptile+MetaVD by size", "cifar100 0.5", 50)
+    (weighted,) = (one for one in compare(claim("aggregation"), store, HOW) if one.outcome != MISSING)
+    assert (weighted.what, weighted.outcome) == ("Reptile+MetaVD to Reptile+MetaVD by size", FOR)
     text = page(store, HOW)
     assert (
         "| cifar100, Dirichlet 0.5 | Reptile+MetaVD to Reptile+Dropout | -5.00 | -5.00 to -5.00 |  | 2 | against |"

@@ -62,7 +62,7 @@ def paper_command(
     metavd paper report             write docs/paper.md from the finished runs
     metavd paper claims             write docs/claims.md: what the paper claims, and what the runs say to it
 
-    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 and A2 are ours.
+    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 to A3 are ours.
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
