@@ -54,23 +54,29 @@ def test_a_file_is_a_configuration_and_holds_what_the_best_trial_had(tmp_path: P
     read = {(f"{each.data} {each.partition} {each.test_rows}", each.method): each for each in tuned.read(tmp_path)}
     assert best.keys() == read.keys()
     for key, line in best.items():
-        assert read[key].settings == halving.values_of(line, lines)
+        assert read[key].settings == line["settings"]
         whole = with_settings(Experiment(), from_toml(tmp_path / read[key].name))
         assert (whole.method, whole.rounds) == (line["method"], line["of"])
 
 
 def test_defaults_that_won_are_written_as_they_were(tmp_path: Path) -> None:
-    """Trial 0 has no settings of its own; its file has the values that it had then, whatever the defaults are now."""
+    """An older line of the defaults has options alone; its file has what it had then, whatever the defaults are now."""
     line = {"study": "digits iid uniform", "method": "fedavg", "seed": 1, "round": 2, "of": 2, "commit": "c",
             "valid": {"accuracy": 0.5}, "valid_unseen": {"accuracy": 0.5}}  # fmt: skip
-    lines = [
-        {**line, "trial": 0, "settings": {}, "score": 0.6, "options": {"lr": 0.123, "batch": 9}},
-        {**line, "trial": 1, "settings": {"lr": 0.3}, "score": 0.595},
-        {**line, "trial": 2, "settings": {"lr": 0.7}, "score": 0.3},
-    ]
-    (file,) = tuned.write(lines, tmp_path)
+    store = tmp_path / "s.jsonl"
+    for more in (
+        {"trial": 0, "settings": {}, "score": 0.6, "options": {"lr": 0.123, "batch": 9}},
+        {"trial": 1, "settings": {"lr": 0.3}, "score": 0.595},
+        {"trial": 2, "settings": {"lr": 0.7}, "score": 0.3},
+        {"trial": 3, "settings": {"lr": 0.7}, "score": 0.3},
+        {"trial": 4, "settings": {}, "score": 0.9},
+    ):
+        append(store, line | more)
+    (file,) = tuned.write(list(halving.read(store).values()), tmp_path)
     assert tuned.read(tmp_path)[0].settings == {"lr": 0.123}
-    assert "2 of the 3 that were trained to the end are within 1 point: lr 0.123..0.3" in file.read_text()
+    text = file.read_text()
+    assert "the best of 3 settings, the defaults; 2 of the 3 that were trained to the end" in text
+    assert "are within 1 point: lr 0.123..0.3" in text
 
 
 def test_this_partition_first_then_another_of_the_same_data(tmp_path: Path) -> None:

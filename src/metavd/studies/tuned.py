@@ -21,7 +21,7 @@ from ..data.collection import parse
 from ..data.source import SourceError
 from ..errors import SpecError
 from ..runs.settings import SETTINGS, Experiment, from_toml, resolve, toml_value, with_settings
-from .halving import Line, chosen, near, ranges, values_of
+from .halving import Line, chosen, distinct, is_default, near, ranges
 
 FOLDER = Path("results/tuned")
 KEY = "tuned"
@@ -79,18 +79,17 @@ def write(lines: Sequence[Line], folder: Path) -> list[Path]:
 def _text(study: tuple[str, str, str], best_first: Sequence[Line], everything: Sequence[Line]) -> str:
     top = best_first[0]
     parts = [100 * top[part]["accuracy"] for part in ("valid", "valid_unseen")]
-    trials = len({line["trial"] for line in everything})
-    close = near(best_first)
+    trials = len(distinct(everything))
+    close, usual = near(best_first), ", the defaults" if is_default(top, everything) else ""
     values = dict(zip(_ABOUT, (top["method"], *study, top["of"]), strict=True))
-    found = values_of(top, everything)
-    fields = {key: value for key, value in found.items() if key in SETTINGS}
-    options = {key: value for key, value in found.items() if key not in SETTINGS}
+    fields = {key: value for key, value in top["settings"].items() if key in SETTINGS}
+    options = {key: value for key, value in top["settings"].items() if key not in SETTINGS}
     lines = [
         "# Chosen on validation rows and validation clients alone; written by metavd tune-all --page.",
         f"# score {100 * top['score']:.2f} % (participating {parts[0]:.2f}, validation clients {parts[1]:.2f}), "
         f"seed {top['seed']}, commit {top['commit']}",
-        f"# trial {top['trial']} of {trials}{'' if top['settings'] else ', the defaults'}; {len(close)} of the "
-        f"{len(best_first)} that were trained to the end are within 1 point: {ranges(close, everything)}",
+        f"# the best of {trials} settings{usual}; {len(close)} of the "
+        f"{len(best_first)} that were trained to the end are within 1 point: {ranges(close)}",
         *(f"{key} = {toml_value(value)}" for key, value in {**values, **fields}.items()),
         "",
         "[options]",
