@@ -62,7 +62,7 @@ def paper_command(
     metavd paper report             write docs/paper.md from the finished runs
     metavd paper claims             write docs/claims.md: what the paper claims, and what the runs say to it
 
-    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 to A3 are ours.
+    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 to A4 are ours.
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
@@ -90,11 +90,11 @@ def paper_command(
         click.echo(f"Written: {page}")
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
+    for text in later.paper_plan.tuned_told(names, **part):
+        reporter.note(text)
     if plan_only:
         _print_plan(later.paper_plan.needed(names, store, retry=retry, note=reporter.note, **part))
         return
-    for text in later.paper_plan.tuned_told(names, **part):
-        reporter.note(text)
     _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, share=share,
          runtime=runtime)  # fmt: skip
     for name in names:
@@ -150,7 +150,10 @@ def _print_list(
 
 def _print_plan(plan: later.paper_plan.Needed) -> None:
     for run in plan.missing:
-        click.echo(f"{run.settings.get('method', 'no training')}, seed {run.settings['seed']}: {', '.join(run.cells)}")
+        what = run.settings.get("method", "no training")
+        file = run.settings.get(later.studies_tuned.KEY)
+        source = "" if file is None else f", from {file}"
+        click.echo(f"{what}, seed {run.settings['seed']}: {', '.join(run.cells)}{source}")
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
 
 

@@ -219,7 +219,8 @@ sliced = click.option(
 
 tuned = adding(
     click.option("--tuned", is_flag=True,
-                 help="Take what tune-all chose for this data and these test rows, from results/tuned."),
+                 help="Take what tune-all chose, from results/tuned: for this method, data, test rows and "
+                      "partition, or for the nearest, which is said."),
     click.option("--tuned-from", type=click.Path(), metavar="DIR", help="The same, from another folder."),
 )  # fmt: skip
 """Of commands that may take tuned settings; `tuned_folder` reads both options."""

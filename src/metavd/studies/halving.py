@@ -201,8 +201,9 @@ def _fixed(e: Experiment) -> Line:
 
 def _same(line: Line, asked: Line) -> bool:
     """Whether a line's fixed options and fields are those that are asked for, as far as it says."""
-    options = {name: value for name, value in line.get("options", {}).items() if name in asked["options"]}
-    return options.items() <= asked["options"].items() and line.get("fields", asked["fields"]) == asked["fields"]
+    fixed = asked["options"]
+    same_options = all(fixed[name] == value for name, value in line.get("options", {}).items() if name in fixed)
+    return same_options and line.get("fields", asked["fields"]) == asked["fields"]
 
 
 def best(lines: Iterable[Line], count: int) -> list[str]:

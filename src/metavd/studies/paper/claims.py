@@ -32,6 +32,7 @@ from ...evaluate.figures import number
 from ...evaluate.intervals import interval
 from ..lines import Line, identity, read
 from ..pairs import pair
+from ..tuned import KEY
 from .digest import NORMAL
 from .page import told_protocol
 from .plan import store_file
@@ -152,9 +153,12 @@ def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], h
     difference = sum(each.values()) / len(each)
     low, high = _interval(claim.figure, list(each.values()), *shared)
     more, limit, enough = "", 0.0, True
+    if len({KEY in settings_of(cell, how=how) for cell in (first, second)}) > 1:
+        more = "only one of the two is tuned"
     if claim.kind == "no-loss":
         dropped = min(number(line["result"], "sparsity", "layer") or 0.0 for line in shared[0])
-        more, limit, enough = f"{dropped:.0%} dropped", -claim.margin, dropped >= claim.least
+        more = ", ".join(filter(None, (f"{dropped:.0%} dropped", more)))
+        limit, enough = -claim.margin, dropped >= claim.least
     bounds = (difference, difference) if low is None or high is None else (low, high)
     outcome = OPEN
     if bounds[0] > limit and all(value > limit for value in each.values()) and enough:
