@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from metavd.runs.settings import Experiment, resolve, with_settings
 from metavd.studies import halving
 from metavd.studies.halving import Halving, points, search
 from metavd.studies.lines import append
+from metavd.studies.many import Ended
 from metavd.studies.plan import Dimension, space
 
 SETTINGS = {
@@ -134,6 +136,28 @@ def test_what_was_fixed_beside_is_part_of_a_trial(tmp_path, monkeypatch):
     done(settings={"lr": 0.3}, options=options | {"lr": 0.3}, fields=given)
     assert missing({}) == []
     assert missing({"clients": 7}) == [{"lr": 0.3}]
+
+
+def test_a_rung_that_is_not_over_is_gone_on_with_first(tmp_path, monkeypatch):
+    """Of a method whose first rung lacks trials for want of time, nothing is in the second; the others go on."""
+    whole = halving.carry_out
+
+    def hurried(tasks, *words, **more):
+        late = {key for key, task in tasks.items() if task["method"] == "fedavg" and task["trial"] == 3}
+        yield from whole({key: task for key, task in tasks.items() if key not in late}, *words, **more)
+        yield from (Ended(key, "left") for key in late)
+
+    monkeypatch.setattr(halving, "carry_out", hurried)
+    lines, said = [], []
+    e = [asked("fedavg"), asked("reptile")]
+    where = {"store": tmp_path / "s.jsonl", "scratch": tmp_path}
+    lines += search(e, Halving(4, (1, 2)), **where, note=said.append)
+    counts = Counter((line["method"], line["round"]) for line in lines)
+    assert counts == {("fedavg", 1): 3, ("reptile", 1): 4, ("reptile", 2): 2}
+    assert said == ["1 trials were not begun, for want of time; the same command goes on with them"]
+    monkeypatch.undo()
+    again = Counter((line["method"], line["round"]) for line in search(e, Halving(4, (1, 2)), **where))
+    assert again == {("fedavg", 1): 1, ("fedavg", 2): 2}
 
 
 def test_points_cover_a_space_evenly():

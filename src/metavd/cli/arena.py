@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..runs.settings import RUNTIME, SETTINGS
 from ..schema import nearest
 from . import later
-from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, tuned, tuned_folder, words
+from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, timed, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -39,10 +39,12 @@ _PICTURES = (".png", ".svg", ".pdf")
 @tuned
 @at_once
 @sliced
+@timed
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
     which: str | None, picture: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool,
-    tuned_from: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
+    tuned_from: str | None, until: float | None, out: str | None, config: str | None, pairs: tuple[str, ...],
+    **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
 
@@ -75,8 +77,9 @@ def arena_command(
     if wanted:
         look = partial(later.serve_trust.trust, unknown=unknown, root=where.get("root"), device=where.get("device"))
         for ended in later.studies_arena.carry(
-            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share, look=look
-        ):
+            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share,
+            until=until, look=look,
+        ):  # fmt: skip
             method, protocol, seed = ended.key
             said: str = ended.end
             if ended.line is not None and "result" in ended.line:

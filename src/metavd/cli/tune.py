@@ -26,6 +26,7 @@ from .terminal import (
     settings_of,
     shared,
     sliced,
+    timed,
     words,
 )
 
@@ -204,10 +205,11 @@ def print_study(history: Mapping[str, Any]) -> None:
               help="Where --page writes the files, one for each method. [default: results/tuned]")  # fmt: skip
 @at_once
 @sliced
+@timed
 def tune_all_command(
     *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
-    share: later.studies_many.Share | None, page: str | None, files: str | None, out: str | None, config: str | None,
-    pairs: tuple[str, ...], **given: Any,
+    share: later.studies_many.Share | None, until: float | None, page: str | None, files: str | None,
+    out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Tune several METHODs on equal terms by successive halving, on validation rows and validation clients.
 
@@ -226,7 +228,7 @@ def tune_all_command(
     reporter = Reporter()
     for line in later.studies_halving.search(
         experiments, thinning, store=Path(store), scratch=Path(out or "runs/tune-all"), jobs=jobs,
-        searched=searched_of(searched, fixed),
+        until=until, searched=searched_of(searched, fixed), note=reporter.note,
     ):  # fmt: skip
         what = "  ".join(f"{key}={value}" for key, value in line["settings"].items())
         score = "diverged" if line["score"] is None else f"{line['score']:.1%}"

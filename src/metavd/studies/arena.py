@@ -85,12 +85,15 @@ def carry(
     jobs: int,
     where: Mapping[str, Any],
     share: Share | None = None,
+    until: float | None = None,
     look: Look | None = None,
 ) -> Iterator[Ended[tuple[str, str, int]]]:
     """Run what the store lacks; yield each run as it ends."""
     work_of = partial(one, where=where, look=look)
     device = str(where.get("device", "auto"))
-    return carry_out(wanted, work_of, store=store, scope=SCOPE, work=work, jobs=jobs, device=device, share=share)
+    return carry_out(
+        wanted, work_of, store=store, scope=SCOPE, work=work, jobs=jobs, device=device, share=share, until=until
+    )
 
 
 def page(store: Path) -> str:

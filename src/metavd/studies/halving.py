@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -219,7 +219,9 @@ def search(
     store: Path,
     scratch: Path,
     jobs: int = 1,
+    until: float | None = None,
     searched: Mapping[str, str] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Iterator[Line]:
     """Tune methods on equal terms; yield each rung of each trial as it ends.
 
@@ -229,7 +231,9 @@ def search(
         store: file of finished rungs; what it holds is not computed again.
         scratch: folder for the states of trials between rungs.
         jobs: processes side by side; 0: what suits the device.
+        until: when all must be over, see `many.carry_out`; a method whose rung is not over does not go on to the next.
         searched: spaces, as text, that change or add to the methods' own.
+        note: is told how many trials there was no time for.
     """
     if not experiments:
         return
@@ -254,13 +258,17 @@ def search(
                 planned[method] = [trial for trial in trials if name_of(trial | {"round": first}) in going]
             here = [trial | {"round": round} for trial in planned[method]]
             tasks |= {name_of(trial): trial for trial in here if known(trial) is None}
-        work = partial(stretch, experiments=asked, first=first)
+        work, left = partial(stretch, experiments=asked, first=first), 0
         for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, fails=(), refuses=(), jobs=jobs,
-                               device=experiments[0].device):  # fmt: skip
-            assert ended.line is not None
+                               until=until, device=experiments[0].device):  # fmt: skip
+            if ended.line is None:
+                left += 1
+                continue
             done[ended.key] = ended.line["result"]
             append(store, done[ended.key])
             yield done[ended.key]
+        if left and note is not None:
+            note(f"{left} trials were not begun, for want of time; the same command goes on with them")
 
 
 def _trials(e: Experiment, count: int, searched: Mapping[str, str]) -> list[Line]:
