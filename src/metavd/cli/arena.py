@@ -48,7 +48,7 @@ def arena_command(
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
 
-    METHOD may be the one word all. The page is written from the store alone.
+    METHOD may be the one word all, or best: the sixteen that matter most. The page is written from the store alone.
     """
     names, more = words(given_words)
     if picture is not None and Path(picture).suffix not in _PICTURES:
@@ -56,7 +56,8 @@ def arena_command(
     if not names and not (page or which or picture):
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
     settings = settings_of(config, [*pairs, *more], given)
-    names = list(methods.NAMES) if names == ["all"] else names
+    if names in (["all"], ["best"]):
+        names = list(methods.NAMES if names == ["all"] else later.studies_arena.BEST)
     seed = int(settings.pop("seed", 0))
     where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
     dealt = [part.strip() for part in protocols.split(",")]
