@@ -56,8 +56,7 @@ def arena_command(
     if not names and not (page or which or picture):
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
     settings = settings_of(config, [*pairs, *more], given)
-    if names in (["all"], ["best"]):
-        names = list(methods.NAMES if names == ["all"] else later.studies_arena.BEST)
+    names = _every(names)
     seed = int(settings.pop("seed", 0))
     where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
     dealt = [part.strip() for part in protocols.split(",")]
@@ -97,6 +96,13 @@ def arena_command(
         click.echo(f"Written: {which}")
     if picture is not None:
         click.echo(f"Written: {later.report_arena.draw_arena(Path(store), Path(picture))}")
+
+
+def _every(names: list[str]) -> list[str]:
+    """Return the methods that are meant by one word, or those that are named."""
+    if names == ["all"]:
+        return list(methods.NAMES)
+    return list(later.studies_arena.BEST) if names == ["best"] else names
 
 
 def _share(value: float | None) -> str:

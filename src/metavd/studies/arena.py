@@ -33,7 +33,7 @@ BEST = (
     "pfedvem", "pfedfda", "ditto", "fedbabu", "feddbe",
 )  # fmt: skip
 """The sixteen methods that matter most, `metavd arena best`: three bases plain, with fixed and with learned dropout
-rates; what the label shares add to the best base; and the rivals that gain where test rows have the client's own labels.
+rates; what label shares add to the best base; and the rivals that gain where test rows have the client's own labels.
 PerFedAvg is left out because it approximates MAML and stays below it."""
 PUBLISHED = {
     "fedavg": "28.0", "perfedavg": "35.3", "fedrep": "29.7", "fedbabu": "39.4", "ditto": "26.3", "fedala": "44.2",
