@@ -72,6 +72,24 @@ def test_common_scaling_changes_nothing(shift, seed):
     assert_close(consensus(scaled, weight), consensus(params, weight), rtol=1e-5, atol=1e-6)
 
 
+def test_weighting_by_size_is_the_mean_whatever_the_spreads():
+    """The mean is sum w_i mu_i over those who keep a weight; precision agrees where spreads are equal, and else not."""
+    params, weight = answers()
+    by_size = aggregate.size(NOISE)
+    assert_close(by_size(params, weight)["fc.weight"][0], mean(params, weight), rtol=0, atol=1e-9)
+    assert (consensus(params, weight) - mean(params, weight)).abs().max() > 0.1
+    mask = torch.ones(C, 4, 5).double()
+    mask[1, 0], mask[:, 2] = 0.0, 0.0
+    masked, share = params | {"fc.mask": mask}, weight[[0, 2]] / weight[[0, 2]].sum()
+    found = by_size(masked, weight)["fc.weight"][0]
+    assert_close(found[0], mean({"fc.weight": params["fc.weight"][[0, 2]]}, share)[0], rtol=0, atol=1e-9)
+    assert_close(found[2], params["fc.weight"][0, 2], rtol=0, atol=0)
+    now = {"fc.weight": params["fc.weight"][0]}
+    assert_close(by_size.consensus(by_size.sums(masked, weight), now)["fc.weight"], found, rtol=0, atol=1e-12)
+    equal = masked | {"fc.logvar": torch.full_like(params["fc.logvar"], -3.0)}
+    assert_close(by_size(equal, weight)["fc.weight"][0], consensus(equal, weight), rtol=0, atol=1e-9)
+
+
 def test_a_huge_variance_is_ignored():
     """A client whose variance goes to infinity has no say; one whose variance goes to 0 has all of it."""
     params, weight = answers()

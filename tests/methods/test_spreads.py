@@ -64,6 +64,23 @@ def test_an_outer_rate_of_zero_cannot_be_divided_by() -> None:
         setup_of("maml+metavd", spread_step="lr", outer_lr=0.0)
 
 
+# --- how loud answers speak ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["mean", "trimmed:0.2"])
+@pytest.mark.parametrize("name", ["reptile+metavd", "reptile+vd", "reptile+ensemblevd"])
+def test_weighting_by_size_and_by_precision_agree_where_spreads_are_equal(name: str, rule: str) -> None:
+    """Law: spreads that cannot move make both the same; where they move, answers do not speak equally loud."""
+    pinned: dict[str, Any] = {"floor": -8.5, "ceiling": -8.5}
+    free: dict[str, Any] = {**FREE, "lr": 0.5, "beta": 100.0, "ceiling": 8.0}
+    for options, alike in ((pinned, True), (free, False)):
+        one, two = (
+            trained(setup_of(name, fields={"aggregate": rule}, weighting=word, **options)).params["fc1.weight"]
+            for word in ("precision", "size")
+        )
+        assert torch.allclose(one, two, rtol=1e-8, atol=1e-8) == alike
+
+
 # --- the range -------------------------------------------------------------------------------------------------------
 
 

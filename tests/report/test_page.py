@@ -164,6 +164,8 @@ def test_the_command_writes_where_it_is_told(runs, tmp_path, monkeypatch):
     assert (tmp_path / "there" / "page.html").is_file()
     assert (tmp_path / "pictures").is_dir()
     assert opened == [(tmp_path / "there" / "page.html").resolve().as_uri()]
+    assert "Written: there/v1.2.html" in call("own", "--out", "there/v1.2", "--figures", "pictures")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"page.html", "v1.2.html"}
     (own / "fedavg" / "seed-0" / "details.json").unlink()
     assert "details.json is missing" in call("own")
 

@@ -14,7 +14,7 @@ from metavd.report import curves, gains, intervals, personal
 from metavd.report.gains import table
 from metavd.report.groups import gains as gains_over
 from metavd.report.groups import group
-from metavd.report.pictures import INK, Picture, inline, looking_alike, publish
+from metavd.report.pictures import INK, Picture, inline, looking_alike, publish, save
 from metavd.report.read import Bins, read_run, read_runs
 from metavd.report.reliability import pooled_bins
 
@@ -138,6 +138,19 @@ def test_figures_in_one_page_share_no_ids(tmp_path):
     assert not ids[0] & ids[1]
     for own, svg in zip(ids, both, strict=True):
         assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', svg)) == own
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_the_same_picture_is_the_same_bytes(ending, tmp_path, monkeypatch):
+    """Law: neither the day nor the version of matplotlib stands in a file."""
+    written = []
+    for day in ("0", "1700000000"):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", day)
+        path = tmp_path / f"{day}.{ending}"
+        save(picture("one").figure, path, dpi=50)
+        written.append(path.read_bytes())
+    assert written[0] == written[1]
+    assert b"Matplotlib" not in written[0]
 
 
 def test_ink_follows_the_theme_inside_the_page_only(tmp_path):

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from metavd import methods
 from metavd.cli import main
-from metavd.studies.arena import page
+from metavd.studies.arena import BEST, page
 from metavd.studies.lines import identity
 from metavd.studies.pairs import pair
 
@@ -56,6 +57,11 @@ def test_several_seeds_have_an_interval_and_the_best_is_bold(tmp_path: Path) -> 
     means = [np.mean([line["result"]["test"]["accuracy"] for line in by_name[name]]) for name in order]
     assert compared[0] is not None
     assert compared[0].difference == pytest.approx(means[1] - means[0], abs=1e-5)
+
+
+def test_the_best_are_sixteen_methods_that_there_are() -> None:
+    assert [methods.check(name) for name in BEST] == list(dict.fromkeys(BEST))
+    assert len(BEST) == 16
 
 
 def test_a_number_is_the_same_run_as_its_text() -> None:

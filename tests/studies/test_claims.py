@@ -9,7 +9,7 @@ import pytest
 
 from metavd.studies.lines import append, complete
 from metavd.studies.paper.claims import AGAINST, FOR, MISSING, OPEN, Claim, Comparison, claims, compare, page, verdict
-from metavd.studies.paper.protocol import protocol, settings_of
+from metavd.studies.paper.protocol import Protocol, protocol, settings_of
 from metavd.studies.paper.tables import cells, extras, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,16 +20,16 @@ def claim(name: str) -> Claim:
     return next(each for each in claims() if each.name == name)
 
 
-def stored(store: Path, table: str, row: str, column: str, right: int, **more: Any) -> None:
+def stored(store: Path, table: str, row: str, column: str, right: int, *, how: Protocol = HOW, **more: Any) -> None:
     """Add the runs of a cell, two seeds, twenty clients with 100 test rows each and `right` right answers, or so."""
     counts = [right + number % 3 for number in range(20)]
     accuracy = sum(counts) / 2000
     clients = {"train": [50] * 20, "rows": [100] * 20, "right": counts}
     part = {"accuracy": accuracy, "ece_flat": 0.01 * (100 - right)}
     kept = {"test": part, "unseen": part, "clients": {"test": clients, "unseen": clients}, **more}
-    for seed in HOW.seeds:
+    for seed in how.seeds:
         cell = cells(table, [row], [column])[0]
-        settings = complete(settings_of(cell, seed, HOW))
+        settings = complete(settings_of(cell, seed, how))
         append(store, {"scope": "full", "seed": seed, "settings": settings, "result": kept})
 
 
@@ -45,16 +45,10 @@ def stored(store: Path, table: str, row: str, column: str, right: int, **more: A
         ([OPEN] * 4, "does not hold here"),
         ([FOR] * 4 + [MISSING] * 5, "not yet tested"),
         ([FOR] * 4 + [MISSING] * 4, "holds"),
-        ([], "cannot be tested here"),
     ],
 )
 def test_the_verdict_is_the_rule_s(outcomes: list[str], said: str) -> None:
-    assert verdict(claim("accuracy"), [Comparison("", "", outcome) for outcome in outcomes]) == said
-
-
-def test_a_claim_that_cannot_be_tested_says_why() -> None:
-    assert verdict(claim("aggregation"), []) == "cannot be tested here"
-    assert claim("aggregation").cannot
+    assert verdict([Comparison("", "", outcome) for outcome in outcomes]) == said
 
 
 def test_every_claim_names_rows_that_there_are(tmp_path: Path) -> None:
@@ -114,11 +108,29 @@ def test_rates_and_rows_of_different_tables(tmp_path: Path) -> None:
     ]  # fmt: skip
     (fixed,) = (one for one in compare(claim("dropout"), store, HOW) if one.outcome != MISSING)
     assert (fixed.where, fixed.outcome) == ("cifar100, Dirichlet 0.5", AGAINST)
+    stored(store, "A3", "Reptile+MetaVD by size", "cifar100 0.5", 50)
+    (weighted,) = (one for one in compare(claim("aggregation"), store, HOW) if one.outcome != MISSING)
+    assert (weighted.what, weighted.outcome) == ("Reptile+MetaVD to Reptile+MetaVD by size", FOR)
     text = page(store, HOW)
     assert (
         "| cifar100, Dirichlet 0.5 | Reptile+MetaVD to Reptile+Dropout | -5.00 | -5.00 to -5.00 |  | 2 | against |"
         in text
     )
+
+
+def test_a_tuned_row_beside_an_untuned_one_is_marked(tmp_path: Path) -> None:
+    """Where tuning has chosen for one of two rows alone, the comparison says so; for both or none it does not."""
+    store, folder = tmp_path / "s.jsonl", tmp_path / "tuned" / "cifar100-dirichlet-0.5-independent"
+    folder.mkdir(parents=True)
+    about = (
+        'data = "cifar100"\npartition = "dirichlet:0.5"\ntest_rows = "independent"\nrounds = 9\n[options]\nlr = 0.5\n'
+    )
+    (folder / "maml.toml").write_text(f'method = "maml"\n{about}')
+    how = protocol(seeds=2, tuned=tmp_path / "tuned")
+    for row in ("MAML", "MAML+MetaVD", "FedAvg", "FedAvg+MetaVD"):
+        stored(store, "T7", row, "5", 50, how=how)
+    found = {one.what: one.more for one in compare(claim("accuracy"), store, how) if one.outcome != MISSING}
+    assert found == {"MAML+MetaVD to MAML": "only one of the two is tuned", "FedAvg+MetaVD to FedAvg": ""}
 
 
 def test_the_page_of_the_repository_is_written_from_its_store() -> None:

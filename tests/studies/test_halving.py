@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 from metavd.data import partition
 from metavd.errors import UserError
 from metavd.runs import setup as runs
-from metavd.runs.settings import Experiment, with_settings
+from metavd.runs.settings import Experiment, resolve, with_settings
 from metavd.studies import halving
 from metavd.studies.halving import Halving, points, search
+from metavd.studies.lines import append
+from metavd.studies.many import Ended
 from metavd.studies.plan import Dimension, space
 
 SETTINGS = {
@@ -64,7 +67,7 @@ def test_what_is_in_the_store_is_not_computed_again(tmp_path):
 
 
 def test_another_space_is_another_trial(tmp_path):
-    """A trial's number means nothing beside other settings: with another space only the defaults are there already."""
+    """A trial's number means nothing: with another space only what has the same settings is there already."""
     found(tmp_path, "fedavg", rungs=(2,))
     again = search([asked("fedavg")], Halving(4, (2,)), store=tmp_path / "s.jsonl", scratch=tmp_path,
                    searched={"lr": "0.2..0.4"})  # fmt: skip
@@ -104,13 +107,83 @@ def test_a_trial_that_diverges_is_told_and_does_not_go_on(tmp_path):
     assert not {line["trial"] for line in told} & {line["trial"] for line in lines if line["round"] == 4}
 
 
+def test_what_was_fixed_beside_is_part_of_a_trial(tmp_path, monkeypatch):
+    """The defaults of another day, another fixed option, field or number of rounds are trials that were not yet run."""
+    store = tmp_path / "s.jsonl"
+
+    def missing(settings, rungs=(2,)) -> list[dict]:
+        e = with_settings(asked("fedavg"), settings)
+        tasks = []
+        monkeypatch.setattr(halving, "carry_out", lambda asked, *_, **__: tasks.extend(asked.values()) or [])
+        list(search([e], Halving(3, rungs), store=store, scratch=tmp_path, searched={"lr": "0.02,0.1,0.3"}))
+        return [task["settings"] for task in tasks]
+
+    def done(**line) -> None:
+        about = {"study": halving.study_of(asked("fedavg")), "method": "fedavg", "seed": 1001, "round": 2, "of": 2}
+        append(store, {**about, "trial": 0, "score": 0.5, **line})
+
+    assert missing({}) == [{"lr": 0.02}, {"lr": 0.1}, {"lr": 0.3}]
+    options, fields = dict(resolve(asked("fedavg")).options), {**SETTINGS, "valid_rows": ""}
+    done(settings={"lr": 0.1})  # an older line, known by its settings alone
+    assert missing({}) == [{"lr": 0.02}, {"lr": 0.3}]
+    done(settings={}, options=options | {"lr": 0.07})  # older defaults
+    assert missing({}) == [{"lr": 0.02}, {"lr": 0.3}]
+    done(settings={}, options=options)
+    assert missing({}) == [{"lr": 0.3}]
+    assert {"lr": 0.02} in missing({"batch": 9})
+    assert missing({}, rungs=(3,)) == [{"lr": 0.02}, {"lr": 0.1}, {"lr": 0.3}]
+    given = {key: fields[key] for key in ("clients", "unseen", "cohort", "valid", "valid_clients", "model", "width")}
+    done(settings={"lr": 0.3}, options=options | {"lr": 0.3}, fields=given)
+    assert missing({}) == []
+    assert missing({"clients": 7}) == [{"lr": 0.3}]
+
+
+def test_a_rung_that_is_not_over_is_gone_on_with_first(tmp_path, monkeypatch):
+    """Of a method whose first rung lacks trials for want of time, nothing is in the second; the others go on."""
+    whole = halving.carry_out
+
+    def hurried(tasks, *words, **more):
+        late = {key for key, task in tasks.items() if task["method"] == "fedavg" and task["trial"] == 3}
+        yield from whole({key: task for key, task in tasks.items() if key not in late}, *words, **more)
+        yield from (Ended(key, "left") for key in late)
+
+    monkeypatch.setattr(halving, "carry_out", hurried)
+    lines, said = [], []
+    e = [asked("fedavg"), asked("reptile")]
+    where = {"store": tmp_path / "s.jsonl", "scratch": tmp_path}
+    lines += search(e, Halving(4, (1, 2)), **where, note=said.append)
+    counts = Counter((line["method"], line["round"]) for line in lines)
+    assert counts == {("fedavg", 1): 3, ("reptile", 1): 4, ("reptile", 2): 2}
+    assert said == ["1 trials were not begun, for want of time; the same command goes on with them"]
+    monkeypatch.undo()
+    again = Counter((line["method"], line["round"]) for line in search(e, Halving(4, (1, 2)), **where))
+    assert again == {("fedavg", 1): 1, ("fedavg", 2): 2}
+
+
 def test_points_cover_a_space_evenly():
     """The first trial is the defaults; of a hundred others a tenth lies in every tenth of a dimension."""
-    drawn = points((Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3, 4))), 129, seed=3)
-    assert drawn[0] == {}
+    dimensions = (Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3, 4)))
+    drawn = points(dimensions, {"a": 7.0, "b": 1}, 129, seed=3)
+    assert drawn[0] == {"a": 7.0, "b": 1}
     assert np.histogram([point["a"] for point in drawn[1:]], 8, (0, 1))[0].tolist() == [16] * 8
     assert [sum(point["b"] == value for point in drawn[1:]) for value in (1, 2, 3, 4)] == [32] * 4
-    assert drawn == points((Dimension("a", (), 0.0, 1.0), Dimension("b", (1, 2, 3, 4))), 129, seed=3)
+    assert drawn == points(dimensions, {"a": 7.0, "b": 1}, 129, seed=3)
+
+
+@pytest.mark.parametrize("count", [2, 12, 23, 24, 25, 100])
+@pytest.mark.parametrize("first", [{"a": 0.1, "b": 2}, {"a": 9.0, "b": 2}])
+def test_points_are_distinct_and_as_many_as_the_space_has(count, first):
+    """A grid of 24, with the defaults in it or beside it: no point twice, and none left out while trials are left."""
+    grid = (Dimension("a", (0.1, 0.2, 0.3, 0.4)), Dimension("b", (1, 2, 3, 4, 5, 6)))
+    drawn = points(grid, first, count, seed=1)
+    assert drawn[0] == first
+    assert len({tuple(point.items()) for point in drawn}) == len(drawn) == min(count, 24 + (first["a"] == 9.0))
+
+
+def test_a_range_that_has_fewer_values_than_trials_ends():
+    """Three digits of 1.00 to 1.02 are three values, and the defaults."""
+    drawn = points((Dimension("a", (), 1.0, 1.02),), {"a": 5.0}, 10, seed=0)
+    assert sorted(point["a"] for point in drawn) == [1.0, 1.01, 1.02, 5.0]
 
 
 def test_a_method_without_a_space_is_refused():

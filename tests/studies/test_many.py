@@ -158,6 +158,29 @@ def test_progress_is_told_of_what_is_run(tmp_path: Path, jobs: int) -> None:
     assert [(number, total) for _, number, total in told] == [(1, 2), (2, 2)]
 
 
+def test_no_run_is_begun_that_would_end_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a run is begun where the mean of its method's runs, else of all, would end in time; the others are left.
+
+    The clock is our own, and the same call another time carries out what was left.
+    """
+    now = [100.0]
+    monkeypatch.setattr("metavd.studies.many.time.monotonic", lambda: now[0])
+
+    def slow(settings: Mapping[str, Any], folder: Path, listener: Any) -> dict[str, Any]:
+        now[0] += {"fedavg": 10.0, "reptile": 2.0}[settings["method"]]
+        return double(settings, folder, listener)
+
+    methods = ["fedavg", "fedavg", "reptile", "fedavg", "reptile"]
+    tasks = {number: TASKS[1] | {"method": method, "seed": number} for number, method in enumerate(methods)}
+    store = tmp_path / "store.jsonl"
+    ends = {each.key: each.end for each in carry_out(tasks, slow, store=store, until=130.0)}
+    # 100 + nothing known, 110 + 10, 120 + 10, 122 + 10 is too late, 122 + 2
+    assert ends == {0: "done", 1: "done", 2: "done", 4: "done", 3: "left"}
+    assert len(read(store)) == 4
+    assert [each.key for each in carry_out(tasks, slow, store=store, until=now[0] + 1) if each.end == "done"] == [3]
+    assert [each.end for each in carry_out({9: TASKS[2]}, slow, store=store, until=now[0] - 1)] == ["left"]
+
+
 HOLD = """
 import sys
 from metavd.studies.many import _folder

@@ -212,6 +212,15 @@ def test_nothing_is_run_twice(tmp_path: Path, runs: Runs) -> None:
     assert len(runs.asked) == 50
 
 
+def test_runs_come_in_the_order_in_which_a_stop_leaves_the_most(tmp_path: Path) -> None:
+    """Every column at Dirichlet 0.5, seed by seed, before the other partitions, seed by seed; no run twice."""
+    missing = needed(["T7", "T8"], tmp_path / "s.jsonl", how=protocol(seeds=3)).missing
+    assert len(missing) == len({run.id for run in missing}) == 216
+    order = [(run.settings["partition"] != "dirichlet:0.5", run.settings["seed"]) for run in missing]
+    assert order == sorted(order)
+    assert order.count((False, 777)) == 24
+
+
 def test_every_option_is_said_to_the_run(tmp_path: Path, runs: Runs) -> None:
     """Law: a run is told all its options, so that a dataset's presets cannot change what its identity names."""
     run_missing(["T8"], tmp_path / "s.jsonl", rows=["Reptile+MetaVD"], columns=["0.5"], device="cpu")

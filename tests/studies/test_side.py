@@ -36,6 +36,22 @@ def test_every_task_is_answered_with_its_place(jobs: int) -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
+def test_what_does_not_fit_is_not_begun(jobs: int) -> None:
+    """Law: each task is asked about once, in order, and only as many in advance as are under way."""
+    asked: list[int] = []
+
+    def fits(place: int) -> bool:
+        asked.append(place)
+        return place % 2 == 0
+
+    ending = side_by_side(operator.mul, [(2, 3), (4, 5), (6, 7), (8, 9)], jobs, fits)
+    found = [next(ending)]
+    assert len(asked) <= jobs + 1
+    assert dict(found + list(ending)) == {0: 6, 2: 42}
+    assert asked == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_an_error_comes_out(jobs: int) -> None:
     """Law: what goes wrong in a process is raised here."""
     with pytest.raises(ZeroDivisionError):

@@ -54,30 +54,38 @@ def test_a_file_is_a_configuration_and_holds_what_the_best_trial_had(tmp_path: P
     read = {(f"{each.data} {each.partition} {each.test_rows}", each.method): each for each in tuned.read(tmp_path)}
     assert best.keys() == read.keys()
     for key, line in best.items():
-        assert read[key].settings == halving.values_of(line, lines)
+        assert read[key].settings == line["settings"]
         whole = with_settings(Experiment(), from_toml(tmp_path / read[key].name))
         assert (whole.method, whole.rounds) == (line["method"], line["of"])
 
 
 def test_defaults_that_won_are_written_as_they_were(tmp_path: Path) -> None:
-    """Trial 0 has no settings of its own; its file has the values that it had then, whatever the defaults are now."""
+    """An older line of the defaults has options alone; its file has what it had then, whatever the defaults are now."""
     line = {"study": "digits iid uniform", "method": "fedavg", "seed": 1, "round": 2, "of": 2, "commit": "c",
             "valid": {"accuracy": 0.5}, "valid_unseen": {"accuracy": 0.5}}  # fmt: skip
-    lines = [
-        {**line, "trial": 0, "settings": {}, "score": 0.6, "options": {"lr": 0.123, "batch": 9}},
-        {**line, "trial": 1, "settings": {"lr": 0.3}, "score": 0.595},
-        {**line, "trial": 2, "settings": {"lr": 0.7}, "score": 0.3},
-    ]
-    (file,) = tuned.write(lines, tmp_path)
+    store = tmp_path / "s.jsonl"
+    for more in (
+        {"trial": 0, "settings": {}, "score": 0.6, "options": {"lr": 0.123, "batch": 9}},
+        {"trial": 1, "settings": {"lr": 0.3}, "score": 0.595},
+        {"trial": 2, "settings": {"lr": 0.7}, "score": 0.3},
+        {"trial": 3, "settings": {"lr": 0.7}, "score": 0.3},
+        {"trial": 4, "settings": {}, "score": 0.9},
+    ):
+        append(store, line | more)
+    (file,) = tuned.write(list(halving.read(store).values()), tmp_path)
     assert tuned.read(tmp_path)[0].settings == {"lr": 0.123}
-    assert "2 of the 3 that were trained to the end are within 1 point: lr 0.123..0.3" in file.read_text()
+    text = file.read_text()
+    assert "the best of 3 settings, the defaults; 2 of the 3 that were trained to the end" in text
+    assert "are within 1 point: lr 0.123..0.3" in text
 
 
-def test_this_partition_first_then_another_of_the_same_data(tmp_path: Path) -> None:
+def test_the_nearest_choice_is_taken(tmp_path: Path) -> None:
+    """Method before data before test rows before partition; what is added to a method leaves it its choice."""
     chosen(tmp_path, "fedavg", "cifar10", "dirichlet:0.1", lr=0.1)
     chosen(tmp_path, "fedavg", "cifar10", "dirichlet:0.5", lr=0.5)
     chosen(tmp_path, "fedavg", "cifar10", "dirichlet:0.5", "consistent", lr=0.6)
     chosen(tmp_path, "fedavg", "npz:somewhere/cifar10.npz", "dirichlet:0.5", lr=0.7)
+    chosen(tmp_path, "reptile+metavd", "cifar10", "dirichlet:0.5", lr=0.8, beta=3.0)
     known = tuned.read(tmp_path)
 
     def rate(data: str, partition: str, test_rows: str = "independent", method: str = "fedavg") -> Any:
@@ -85,12 +93,24 @@ def test_this_partition_first_then_another_of_the_same_data(tmp_path: Path) -> N
         return found and found.settings["lr"]
 
     assert rate("cifar10", "dirichlet:0.5") == 0.5
-    assert rate("cifar10", "dirichlet:5") == 0.1
-    assert rate("cifar10", "dirichlet:5", "consistent") == 0.6
+    assert rate("cifar10", "dirichlet:5") == 0.5
+    assert rate("cifar10", "dirichlet:0.2") == 0.1
+    assert rate("cifar10", "dirichlet:0.1", "consistent") == 0.6
+    assert rate("cifar10", "dirichlet:0.1", "uniform") == 0.1
+    assert rate("celeba+cifar10", "dirichlet:5") == 0.5
     assert rate("npz:elsewhere/cifar10.npz", "iid") == 0.7
     assert rate("cifar100", "dirichlet:0.5") is None
-    assert rate("cifar10", "dirichlet:0.5", "uniform") is None
     assert rate("cifar10", "dirichlet:0.5", method="reptile") is None
+    assert rate("cifar10", "dirichlet:0.5", method="fedavg+metavd") is None
+    for method in ("fedavg+ft", "fedavg+snip", "fedavg+prior"):
+        assert rate("cifar10", "dirichlet:0.5", method=method) == 0.5
+    for method in ("reptile+metavd+drop", "reptile+vd", "reptile+ensemblevd+prior"):
+        found = tuned.find(known, method, "cifar10", "dirichlet:5", "independent")
+        assert found is not None
+        assert found.settings == {"lr": 0.8, "beta": 3.0}
+        said = tuned.told_of(method, "cifar10", ["dirichlet:5"], "independent", found)
+        assert said.endswith("from cifar10-dirichlet-0.5-independent/reptile+metavd.toml, chosen for reptile+metavd, "
+                             "dirichlet:0.5")  # fmt: skip
 
 
 def test_compare_takes_them_and_says_so(tmp_path: Path, capsys: Any) -> None:
@@ -168,6 +188,8 @@ def test_the_paper_shows_the_last_five_and_the_untuned_beside(tmp_path: Path) ->
     text = report(store, names=["T8"], how=how)
     assert "| test accuracy %: ours | last five | untuned | paper | difference |" in text
     assert "| FedAvg | 70.00 | 75.00 | 60.00 | 78.28 |" in text
+    assert "fedavg.toml, chosen for dirichlet:0.5.\n- fedavg+ft on cifar10, dirichlet:5, dirichlet:0.5" in text
+    assert "- reptile on cifar10, test rows independent: nothing was tuned for these, so its defaults.\n" in text
     before = report(store, names=["T8"])
     assert "untuned" not in before
     assert "| FedAvg | 60.00 | 65.00 | 78.28 |" in before

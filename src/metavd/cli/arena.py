@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..runs.settings import RUNTIME, SETTINGS
 from ..schema import nearest
 from . import later
-from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, tuned, tuned_folder, words
+from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, timed, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -39,14 +39,16 @@ _PICTURES = (".png", ".svg", ".pdf")
 @tuned
 @at_once
 @sliced
+@timed
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
     which: str | None, picture: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool,
-    tuned_from: str | None, out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
+    tuned_from: str | None, until: float | None, out: str | None, config: str | None, pairs: tuple[str, ...],
+    **given: Any,
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
 
-    METHOD may be the one word all. The page is written from the store alone.
+    METHOD may be the one word all, or best: the sixteen that matter most. The page is written from the store alone.
     """
     names, more = words(given_words)
     if picture is not None and Path(picture).suffix not in _PICTURES:
@@ -54,7 +56,7 @@ def arena_command(
     if not names and not (page or which or picture):
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
     settings = settings_of(config, [*pairs, *more], given)
-    names = list(methods.NAMES) if names == ["all"] else names
+    names = _every(names)
     seed = int(settings.pop("seed", 0))
     where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
     dealt = [part.strip() for part in protocols.split(",")]
@@ -75,8 +77,9 @@ def arena_command(
     if wanted:
         look = partial(later.serve_trust.trust, unknown=unknown, root=where.get("root"), device=where.get("device"))
         for ended in later.studies_arena.carry(
-            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share, look=look
-        ):
+            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share,
+            until=until, look=look,
+        ):  # fmt: skip
             method, protocol, seed = ended.key
             said: str = ended.end
             if ended.line is not None and "result" in ended.line:
@@ -93,6 +96,13 @@ def arena_command(
         click.echo(f"Written: {which}")
     if picture is not None:
         click.echo(f"Written: {later.report_arena.draw_arena(Path(store), Path(picture))}")
+
+
+def _every(names: list[str]) -> list[str]:
+    """Return the methods that are meant by one word, or those that are named."""
+    if names == ["all"]:
+        return list(methods.NAMES)
+    return list(later.studies_arena.BEST) if names == ["best"] else names
 
 
 def _share(value: float | None) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, at_once, console, sliced, tuned, tuned_folder
+from .terminal import Reporter, at_once, console, sliced, timed, tuned, tuned_folder
 
 STORE = "results/paper.jsonl"
 PAGES = {"report": "docs/paper.md", "claims": "docs/claims.md"}
@@ -43,6 +43,7 @@ def _list(text: str | None) -> list[str] | None:
 @click.option("--retry", is_flag=True, help="Run again what diverged.")
 @at_once
 @sliced
+@timed
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
 @click.option("--out", type=click.Path(), metavar="F.md",
               help="Page of the report or the claims. [default: docs/paper.md, docs/claims.md]")  # fmt: skip
@@ -52,7 +53,7 @@ def paper_command(
     *, what: tuple[str, ...], rows: str | None, columns: str | None, seeds: int, rounds: int, scale: str,
     test_rows: str, last: int, overrides: str | None, tuned: bool, tuned_from: str | None, store: str, work: str,
     keep: bool, retry: bool, jobs: int,
-    share: later.studies_many.Share | None, plan_only: bool, out: str | None, **runtime: Any,
+    share: later.studies_many.Share | None, until: float | None, plan_only: bool, out: str | None, **runtime: Any,
 ) -> None:  # fmt: skip
     """Run what the paper's tables need, and set ours beside theirs.
 
@@ -62,7 +63,7 @@ def paper_command(
     metavd paper report             write docs/paper.md from the finished runs
     metavd paper claims             write docs/claims.md: what the paper claims, and what the runs say to it
 
-    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 and A2 are ours.
+    M4, M5, M10, M14 and M15 are the tables of FEMNIST, which could not be had, on MNIST by writer; A1 to A4 are ours.
 
     Finished runs are kept one by one, so that any part may be run in any order and after any interruption.
     """  # noqa: D301 - click reads the backspace as "keep these lines"
@@ -90,13 +91,13 @@ def paper_command(
         click.echo(f"Written: {page}")
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
+    for text in later.paper_plan.tuned_told(names, **part):
+        reporter.note(text)
     if plan_only:
         _print_plan(later.paper_plan.needed(names, store, retry=retry, note=reporter.note, **part))
         return
-    for text in later.paper_plan.tuned_told(names, **part):
-        reporter.note(text)
     _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, share=share,
-         runtime=runtime)  # fmt: skip
+         until=until, runtime=runtime)  # fmt: skip
     for name in names:
         _print_view(later.paper_statistics.table(name, store, **part))
     click.echo(f"Finished runs: {later.paper_plan.store_file(store, scale)}")
@@ -129,6 +130,8 @@ def _run(
         )
     finally:
         reporter.stop()
+    if outcome.left:
+        reporter.note(f"{len(outcome.left)} runs were not begun, for want of time; the same command goes on with them")
     if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
         raise UserError(outcome.refused[0][1])
 
@@ -150,7 +153,10 @@ def _print_list(
 
 def _print_plan(plan: later.paper_plan.Needed) -> None:
     for run in plan.missing:
-        click.echo(f"{run.settings.get('method', 'no training')}, seed {run.settings['seed']}: {', '.join(run.cells)}")
+        what = run.settings.get("method", "no training")
+        file = run.settings.get(later.studies_tuned.KEY)
+        source = "" if file is None else f", from {file}"
+        click.echo(f"{what}, seed {run.settings['seed']}: {', '.join(run.cells)}{source}")
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
 
 

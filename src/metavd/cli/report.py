@@ -16,7 +16,8 @@ from .terminal import Reporter
 @click.command("report")
 @click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
 @click.option("--out", type=click.Path(dir_okay=False), metavar="F.html",
-              help="The page. [default: DIR/report.html; of several DIRs, report.html]")  # fmt: skip
+              help="The page; .html is added where it is missing. [default: DIR/report.html; of several DIRs, "
+                   "report.html]")  # fmt: skip
 @click.option("--figures", type=click.Path(file_okay=False), metavar="DIR",
               help="Every figure as SVG and PNG. [default: F_files]")  # fmt: skip
 @click.option("--baseline", metavar="METHOD", help="What clients' gains are over. [default: fedavg]")
@@ -30,7 +31,8 @@ def report_command(
     and how to repeat every run.
     """
     places = [Path(folder) for folder in folders]
-    page = Path(out) if out else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))
+    named = out if out is None or out.lower().endswith((".html", ".htm")) else f"{out}.html"
+    page = Path(named) if named else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))
     reporter = Reporter()
     with reporter.err.status("Reading runs and drawing"):
         command = f"metavd {shlex.join(sys.argv[1:])}"

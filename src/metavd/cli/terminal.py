@@ -217,9 +217,22 @@ sliced = click.option(
 """Of commands whose runs may be spread over many processes and machines."""
 
 
+def _until(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    """Read in how many minutes all runs must be over, as a time of the clock `time.monotonic`."""
+    return None if value is None else time.monotonic() + 60 * value
+
+
+timed = click.option(
+    "--minutes", "until", type=click.FloatRange(0, min_open=True), callback=_until, metavar="M",
+    help="Begin no run that would not be over M minutes from now, if it took as long as those before it.",
+)  # fmt: skip
+"""Of commands that carry out many runs; what is left is for the same command another time."""
+
+
 tuned = adding(
     click.option("--tuned", is_flag=True,
-                 help="Take what tune-all chose for this data and these test rows, from results/tuned."),
+                 help="Take what tune-all chose, from results/tuned: for this method, data, test rows and "
+                      "partition, or for the nearest, which is said."),
     click.option("--tuned-from", type=click.Path(), metavar="DIR", help="The same, from another folder."),
 )  # fmt: skip
 """Of commands that may take tuned settings; `tuned_folder` reads both options."""

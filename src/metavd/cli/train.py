@@ -27,6 +27,7 @@ from .terminal import (
     settings_of,
     shared,
     sliced,
+    timed,
     tuned,
     tuned_folder,
     words,
@@ -105,13 +106,14 @@ def default_folder(experiment: Experiment, data: later.data_collection.Collectio
 @tuned
 @at_once
 @sliced
+@timed
 @click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
 @click.option("--leave-out", "away", metavar="each|NAMES",
               help="Leave each client out in turn, or each of the named ones, and show accuracy on it.")  # fmt: skip
 def compare_command(
     *, given_words: tuple[str, ...], seeds: int, jobs: int, out: str | None, config: str | None, pairs: tuple[str, ...],
-    share: later.studies_many.Share | None, page: str | None, away: str | None, tuned: bool, tuned_from: str | None,
-    **given: Any,
+    share: later.studies_many.Share | None, until: float | None, page: str | None, away: str | None, tuned: bool,
+    tuned_from: str | None, **given: Any,
 ) -> None:  # fmt: skip
     """Train several METHODs with several seeds; mean and 95 % interval in one table.
 
@@ -126,10 +128,10 @@ def compare_command(
     chosen = tuned_folder(tuned=tuned, tuned_from=tuned_from)
     reporter = Reporter()
     if away is not None:
-        if page is not None or share is not None or chosen is not None or "unseen" in settings:
+        if any(each is not None for each in (page, share, until, chosen)) or "unseen" in settings:
             raise SpecError(
-                "--leave-out decides who is unseen and writes its own table; leave out --page, --slice, --tuned and "
-                "unseen"
+                "--leave-out decides who is unseen and writes its own table; leave out --page, --slice, --minutes, "
+                "--tuned and unseen"
             )
         try:
             found = later.studies_leave_out.leave_out(
@@ -142,13 +144,16 @@ def compare_command(
     try:
         wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
         rows = later.studies_compare.compare(
-            names, seeds=seeds, jobs=jobs, share=share, out=folder, listener=reporter, page=wanted, tuned=chosen,
-            **settings,
+            names, seeds=seeds, jobs=jobs, share=share, until=until, out=folder, listener=reporter, page=wanted,
+            tuned=chosen, **settings,
         )  # fmt: skip
     finally:
         reporter.stop()
     if share is not None:
         click.echo(f"This slice is done in {folder}; when all are, the command without --slice shows the table.")
+        return
+    if not rows:
+        click.echo(f"Some runs were not begun, for want of time; the same command goes on with them in {folder}.")
         return
     _print_compared(rows, seeds)
     click.echo(f"Files: {folder / 'comparison.md'}, {folder / 'comparison.json'}")

@@ -26,6 +26,7 @@ from .terminal import (
     settings_of,
     shared,
     sliced,
+    timed,
     words,
 )
 
@@ -191,7 +192,8 @@ def print_study(history: Mapping[str, Any]) -> None:
 @click.command("tune-all")
 @click.argument("given_words", nargs=-1, metavar="METHOD... [KEY=VALUE]...")
 @shared
-@_searching(click.IntRange(2, 1000), default=12, trials="Trials of every method; the first one is its defaults.",
+@_searching(click.IntRange(2, 1000), default=12,
+            trials="Trials of every method, no two alike; the first one is its defaults.",
             space=", for the methods that have KEY")  # fmt: skip
 @click.option("--rungs", default="300,1000", show_default=True, metavar="A,B,C",
               help="Rounds after which a third of the trials goes on; the last is what is tuned for.")  # fmt: skip
@@ -203,10 +205,11 @@ def print_study(history: Mapping[str, Any]) -> None:
               help="Where --page writes the files, one for each method. [default: results/tuned]")  # fmt: skip
 @at_once
 @sliced
+@timed
 def tune_all_command(
     *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
-    share: later.studies_many.Share | None, page: str | None, files: str | None, out: str | None, config: str | None,
-    pairs: tuple[str, ...], **given: Any,
+    share: later.studies_many.Share | None, until: float | None, page: str | None, files: str | None,
+    out: str | None, config: str | None, pairs: tuple[str, ...], **given: Any,
 ) -> None:  # fmt: skip
     """Tune several METHODs on equal terms by successive halving, on validation rows and validation clients.
 
@@ -225,9 +228,9 @@ def tune_all_command(
     reporter = Reporter()
     for line in later.studies_halving.search(
         experiments, thinning, store=Path(store), scratch=Path(out or "runs/tune-all"), jobs=jobs,
-        searched=searched_of(searched, fixed),
+        until=until, searched=searched_of(searched, fixed), note=reporter.note,
     ):  # fmt: skip
-        what = "  ".join(f"{key}={value}" for key, value in line["settings"].items()) or "defaults"
+        what = "  ".join(f"{key}={value}" for key, value in line["settings"].items())
         score = "diverged" if line["score"] is None else f"{line['score']:.1%}"
         reporter.note(f"  {line['method']}  round {line['round']}  trial {line['trial']}  {score}  {what}")
     _print_chosen(store)
@@ -257,6 +260,6 @@ def _print_chosen(store: str) -> None:
     for (study, method), lines in later.studies_halving.chosen(
         later.studies_halving.read(Path(store)).values()
     ).items():
-        settings = " ".join(f"{key}={value}" for key, value in lines[0]["settings"].items()) or "defaults"
+        settings = " ".join(f"{key}={value}" for key, value in lines[0]["settings"].items())
         table.add_row(study, method, f"{lines[0]['score']:.1%}", settings)
     console().print(table)

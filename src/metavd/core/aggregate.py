@@ -5,7 +5,8 @@ Shape letters: C clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,10 +56,24 @@ def precision(posterior: Posterior) -> Summed:
     with the one theta that all clients received, which cancels. All other entries pass through, so `pull` averages
     them plainly.
     """
+    return _agreed(posterior, partial(_precisions, posterior))
+
+
+def size(posterior: Posterior) -> Summed:
+    """The same without the precision: mu = sum_i w_i m_i mu_i / sum_i w_i m_i, which without masks is `mean`."""
+
+    def alike(params: Params, layer: str, weight: Tensor) -> Tensor:
+        return weight.reshape(-1, *[1] * (params[f"{layer}.weight"].dim() - 1))
+
+    return _agreed(posterior, alike)
+
+
+def _agreed(posterior: Posterior, say: Callable[[Params, str, Tensor], Tensor]) -> Summed:
+    """Consensus mean of the variational layers by each client's say over a layer's weights, (C, ...)."""
 
     def votes_on(params: Params, layer: str, weight: Tensor) -> Tensor:
         """Return how loud each client speaks about each weight of a layer (C, ...), not at all where it drops it."""
-        found, mask = _precisions(posterior, params, layer, weight), params.get(f"{layer}.mask")
+        found, mask = say(params, layer, weight), params.get(f"{layer}.mask")
         return found if mask is None else found * torch.func.vmap(per_weight)(mask, params[f"{layer}.weight"])
 
     def aggregate(params: Params, weight: Tensor) -> Params:

@@ -301,7 +301,8 @@ def algorithm(name: str, model: Model, setting: Setting, options: Mapping[str, A
         raise SpecError(f"aggregate is {setting.aggregate!r}, but {why}; leave it at mean")
     # Answers reach the server as the rule's consensus, votes by precision counted already.
     built = first.build(replace(parts, aggregate=core.aggregate.mean), told)
-    server = core.server.guarded(built.server, rule, parts.posterior, by_size=not told.weighs_alike)
+    posterior = parts.posterior if parts.votes_by_precision else None
+    server = core.server.guarded(built.server, rule, posterior, by_size=not told.weighs_alike)
     return parts.finish(replace(built, server=server))
 
 

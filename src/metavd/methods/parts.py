@@ -119,6 +119,8 @@ class Parts:
     lr: float
     """The base's local learning rate."""
     posterior: Posterior | None = None
+    votes_by_precision: bool = True
+    """Whether answers about weights with a posterior count by their precision, where an aggregation rule counts."""
     serve: Callable[[Emit], Emit] = lambda emits: emits
     """From what is emitted in training to what is emitted when a client is to be used or tested."""
     personal: Callable[[Objective], Objective] = lambda loss: loss

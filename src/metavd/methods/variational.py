@@ -61,6 +61,12 @@ class PosteriorOptions(Options):
         "hierarchical", "what the KL pulls spreads to: as much noise as possible, or the rate that they start at",
         later=True,
     )  # fmt: skip
+    weighting: Literal["precision", "size"] = option(
+        "precision",
+        "how loud an answer speaks about a weight that has a posterior: by its precision times the client's training "
+        "rows, or by those rows alone, as about all other weights",
+        later=True,
+    )
     beta: float = option(
         5.0, "weight of the KL", low=0, search=[float(i) for i in range(1, 16)], paper=10.0, released=10.0
     )
@@ -199,7 +205,7 @@ def _noise(model: Model, o: PosteriorOptions) -> Posterior:
 
 
 def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model, Posterior], Emit]) -> Parts:
-    """What the three share: a posterior, its ELBO, precision-weighted aggregation, prediction."""
+    """What the three share: a posterior, its ELBO, a consensus by precision (or size), prediction."""
     emit, objective, predict = core.emit, core.objective, core.predict
     model = parts.model
     if o.layer_init == "uniform" and o.per == "weight" and model.fresh:
@@ -208,7 +214,7 @@ def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model,
     model = core.model.attach(model, noise)
     loss = objective.cross_entropy(model, o.draws, o.draws_average)
     beta = objective.ramp(o.beta, parts.setting.rounds, o.beta_ramp)
-    by_mean = o.predict == "mean"
+    by_mean, by_precision = o.predict == "mean", o.weighting == "precision"
     parts = replace(
         parts,
         model=model,
@@ -219,7 +225,8 @@ def _posterior(parts: Parts, o: PosteriorOptions, extend: Callable[[Emit, Model,
         inner=loss,
         outer=objective.total(loss, objective.divergence(noise, beta, o.kl)),
         personal=objective.a_round_earlier if o.test_beta == "last" else parts.personal,
-        aggregate=core.aggregate.precision(noise),
+        aggregate=core.aggregate.precision(noise) if by_precision else core.aggregate.size(noise),
+        votes_by_precision=by_precision,
         predict=predict.posterior_mean(model) if by_mean else predict.posterior_draws(model, o.samples, o.average),
         posterior=noise,
         spread_at_lr=o.spread_step == "lr",

@@ -15,6 +15,7 @@ from ..evaluate.figures import Column, get
 from ..evaluate.intervals import interval
 from ..studies.lines import Line
 from ..studies.which import grouped
+from .pictures import save
 
 _MOST = 16
 """Methods of a setting that are shown, the most accurate ones."""
@@ -26,8 +27,8 @@ def draw_arena(store: Path, path: Path) -> Path:
     groups = grouped(store)
     if not groups:
         raise UserError(f"{store} holds no finished run of the arena, so that there is nothing to draw")
-    with mpl.rc_context({"font.size": 8, "svg.hashsalt": "metavd"}):
-        _figure(groups).savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with mpl.rc_context({"font.size": 8}):
+        save(_figure(groups), path, dpi=130)
     return path
 
 

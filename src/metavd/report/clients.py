@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from ..data.collection import SHOWN
 from ..data.partition import Federation
 from ..data.source import SourceError
-from .pictures import short
+from .pictures import save, short
 
 
 def _name_ticks(axis: Axis, names: Sequence[str] | None, count: int) -> None:
@@ -78,5 +78,5 @@ def draw_clients(federation: Federation, path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise SourceError(f"{path} has no ending of a picture; use {', '.join(SUFFIXES)}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.hashsalt": "metavd", "font.size": 9}):
-        clients_figure(federation).savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with mpl.rc_context({"font.size": 9}):
+        save(clients_figure(federation), path, dpi=150)

@@ -20,6 +20,7 @@ from ..studies.paper.protocol import SEED, settings_of
 from ..studies.paper.statistics import View
 from ..studies.paper.tables import Cell
 from .clients import draw_clients
+from .pictures import save
 from .read import Bins
 from .reliability import bars
 
@@ -51,7 +52,7 @@ def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
             if known:
                 path = folder / f"reliability-{view.table.name}-{column}.png"
                 with mpl.rc_context({"font.size": 8}):
-                    _diagrams(known).savefig(path, dpi=110)
+                    save(_diagrams(known), path, dpi=110)
                 drawn.append((f"Reliability on unseen clients: {view.table.name}, Dirichlet {column}", path))
     return drawn
 

@@ -114,6 +114,20 @@ def tag(group: Group) -> str:
     return f"{group.index + 1:02d}-{slug(group.name)}"
 
 
+_UNSAID: dict[str, dict[str, Any]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""What a file would say of the day and of the library's version: the same picture shall be the same bytes."""
+
+
+def save(figure: Figure, path: Path, dpi: int) -> None:
+    """Write a figure in the form that the file's ending names, the same bytes every time."""
+    with mpl.rc_context({"svg.hashsalt": "metavd"}):
+        figure.savefig(path, dpi=dpi, metadata=_UNSAID[path.suffix.lower()])
+
+
 def publish(picture: Picture, folder: Path) -> str:
     """Write a figure to FOLDER/NAME.svg and NAME.png, and return it as SVG for the page."""
     _lay_out(picture.figure)
@@ -125,7 +139,7 @@ def publish(picture: Picture, folder: Path) -> str:
     else:
         write_atomic(folder / f"{picture.name}.svg", plain)
     image = io.BytesIO()
-    picture.figure.savefig(image, format="png", dpi=_DPI)
+    picture.figure.savefig(image, format="png", dpi=_DPI, metadata=_UNSAID[".png"])
     write_atomic(folder / f"{picture.name}.png", image.getvalue())
     return inline(plain, picture.name, picture.alt)
 
@@ -139,7 +153,7 @@ def _lay_out(figure: Figure) -> None:
 
 def _svg(figure: Figure) -> bytes:
     out = io.BytesIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
+    figure.savefig(out, format="svg", metadata=_UNSAID[".svg"])
     return out.getvalue()
 
 

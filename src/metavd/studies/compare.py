@@ -96,6 +96,7 @@ def compare(
     seeds: int = 3,
     jobs: int = 1,
     share: Share | None = None,
+    until: float | None = None,
     out: str | Path,
     experiment: Experiment | None = None,
     listener: Listener | None = None,
@@ -111,7 +112,8 @@ def compare(
     Options in `settings` go to the methods that have them. Runs live in OUT/METHOD/seed-S; finished ones are read,
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
     `tuned` is a folder of tuned settings (see `tuned`), which methods then have, and rows that say so. Of a `share` of
-    the runs there is no table: it is empty.
+    the runs, or where some were left because they must be over `until` a time (see `many.carry_out`), there is no
+    table: it is empty.
     """
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
@@ -149,11 +151,11 @@ def compare(
         each.key: each.line["result"]
         for each in carry_out(
             planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
-            fails=(), refuses=(), jobs=at_once, share=share, listener=listener, progress=told,
+            fails=(), refuses=(), jobs=at_once, share=share, until=until, listener=listener, progress=told,
         )
         if each.line is not None
     }  # fmt: skip
-    if share is not None:
+    if share is not None or len(ended) < len(planned):
         return {}
     results = {key: ended[key] for key in planned}
     rows = {

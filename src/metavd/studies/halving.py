@@ -3,12 +3,16 @@
     trials -> rung 1: train all a little -> keep the best third -> rung 2 -> ... -> the last rung's best is chosen
 
 Every method gets the same number of trials, spread evenly over its own space by a scrambled Sobol sequence, and the
-same rounds. A trial is scored on validation rows alone: the mean of the accuracies of clients that train and of clients
-that are only ever validated on (`valid_clients`), averaged over the last few evaluations of a rung. Its federation is
-sealed, so that nobody holds the number of a test row or of an unseen client's row. A run's options know its full number
-of rounds from the start, so that a trial that is stopped at a rung goes on as if it had never been stopped.
+same rounds. No two trials have the same settings; a space that has fewer is searched whole. The first trial is the
+method's defaults. A trial is scored on validation rows alone: the mean of the accuracies of clients that train and of
+clients that are only ever validated on (`valid_clients`), averaged over the last few evaluations of a rung. Its
+federation is sealed, so that nobody holds the number of a test row or of an unseen client's row. A run's options know
+its full number of rounds from the start, so that a trial that is stopped at a rung goes on as if it had never been
+stopped.
 
-Each rung of each trial is one line of a store, written as it ends; what is in the store is not computed again.
+Each rung of each trial is one line of a store, written as it ends; what is in the store is not computed again. A line
+is known by its settings: the value of everything that is searched, in the defaults too, so that the defaults of another
+day are another trial. `options` and `fields` are all that was fixed beside, which must be the same as well.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ from ..engine.rounds import Listener
 from ..runs.evaluation import evaluate_valid, validation_clients
 from ..runs.provenance import provenance
 from ..runs.run import rounds_of
-from ..runs.settings import Experiment, resolve, spec_hash, with_settings
+from ..runs.settings import RUNTIME, Experiment, content, resolve, spec_hash, with_settings
 from ..runs.setup import Setup, data_of, prepare, start, using
 from .lines import append, rows
 from .many import carry_out
@@ -62,15 +66,40 @@ class Halving:
         return min(count, self.trials)
 
 
-def points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
-    """Spread trials evenly over a space; the first is the method's own defaults, where nothing is set.
+def points(dimensions: Sequence[Dimension], first: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]]:
+    """Spread trials evenly over a space, no two alike; one that has no more than `count` is taken whole.
 
-    >>> [sorted(point) for point in points((Dimension("lr", (), 0.001, 0.1, True),), 3, seed=0)]
-    [[], ['lr'], ['lr']]
+    Args:
+        dimensions: what is searched.
+        first: the first trial, wherever it lies: the method's own defaults.
+        count: how many trials, the first one included.
+        seed: of the Sobol sequence.
+
+    >>> lr = Dimension("lr", (0.01, 0.02, 0.05))
+    >>> points((lr,), {"lr": 0.02}, 12, seed=0)
+    [{'lr': 0.02}, {'lr': 0.01}, {'lr': 0.05}]
     """
-    sobol = qmc.Sobol(len(dimensions), scramble=True, seed=seed)
-    draws = sobol.random_base2(max(1, math.ceil(math.log2(count))))[: count - 1]
-    return [{}, *({one.name: _at(one, float(x)) for one, x in zip(dimensions, draw, strict=True)} for draw in draws)]
+    found = {tuple(first.values()): dict(first)}
+    for values in _spread(dimensions, count, seed):
+        if len(found) == count:
+            break
+        found.setdefault(values, dict(zip(first, values, strict=True)))
+    return list(found.values())
+
+
+_PATIENCE = 6
+"""Places are drawn until there are enough, or 2^6 times as many as were asked for: a range has finitely many values."""
+
+
+def _spread(dimensions: Sequence[Dimension], count: int, seed: int) -> Iterator[tuple[Any, ...]]:
+    """Yield places of a space, perhaps one twice: all of a small one, else by a scrambled Sobol sequence."""
+    if math.prod(len(one.values) or math.inf for one in dimensions) <= count:
+        yield from product(*(one.values for one in dimensions))
+        return
+    sobol, power = qmc.Sobol(len(dimensions), scramble=True, seed=seed), max(1, math.ceil(math.log2(count)))
+    for more in (power, *range(power, power + _PATIENCE)):  # 2^power, and then as many as there were so far
+        for draw in sobol.random_base2(more):
+            yield tuple(_at(one, float(x)) for one, x in zip(dimensions, draw, strict=True))
 
 
 def _at(one: Dimension, x: float) -> Any:
@@ -88,8 +117,8 @@ Line = dict[str, Any]
 
 
 def name_of(line: Mapping[str, Any]) -> str:
-    """Return what tells one line of a store from all others."""
-    return json.dumps([line[key] for key in ("study", "method", "trial", "settings", "round", "seed")], sort_keys=True)
+    """Return what tells one line of a store from all others, but for what was fixed beside its settings."""
+    return json.dumps([line[key] for key in ("study", "method", "settings", "round", "of", "seed")], sort_keys=True)
 
 
 def study_of(experiment: Experiment) -> str:
@@ -120,7 +149,6 @@ def stretch(about: Line, folder: Path, _: Listener, *, experiments: Mapping[str,
         }
         score = sum(mean[part]["accuracy"] for part in mean) / len(mean)
         line |= {"spec": spec_hash(setup.experiment), **mean, "score": score}
-        line |= {} if about["settings"] else {"options": dict(setup.experiment.options)}  # defaults may change
     return {"result": line | {"seconds": round(time.monotonic() - began, 1)}}
 
 
@@ -141,14 +169,47 @@ def _looks(setup: Setup, first: int, last: int, folder: Path) -> list[dict[str, 
 
 
 def read(store: Path) -> dict[str, Line]:
-    """Return the lines of a store by their names."""
-    return {name_of(line): line for _, line in rows(store) if line is not None}
+    """Return the lines of a store by their names, the latest of each.
+
+    In older lines the defaults have no settings, but options: of those what the method's other trials were searched in.
+    Where they have neither, nobody knows what they were.
+    """
+    lines = [line for _, line in rows(store) if line is not None and (line["settings"] or "options" in line)]
+    searched: dict[tuple[str, str], dict[str, None]] = {}
+    for line in lines:
+        searched.setdefault((line["study"], line["method"]), {}).update(dict.fromkeys(line["settings"]))
+    found: dict[str, Line] = {}
+    for line in lines:
+        names = searched[line["study"], line["method"]]
+        settings = line["settings"] or {name: line["options"][name] for name in names if name in line["options"]}
+        whole = line | {"settings": settings}
+        before = found.get(name_of(whole), whole)
+        found[name_of(whole)] = whole | {"trial": min(before["trial"], whole["trial"])}  # 0, the defaults, stays 0
+    return found
 
 
-def best(lines: Iterable[Line], count: int) -> list[int]:
-    """Return the numbers of the trials with the highest scores; one that diverged has none."""
+def _fixed(e: Experiment) -> Line:
+    """Return what a trial's line says beside its settings: every option, and the fields that are not at their default.
+
+    What a study or a line is known by already is not repeated, nor what does not change what is computed.
+    """
+    named = RUNTIME | {"method", "data", "partition", "test_rows", "rounds", "seed", "options"}
+    usual = content(Experiment())
+    fields = {key: value for key, value in content(e).items() if key not in named and value != usual[key]}
+    return {"options": dict(resolve(e).options), "fields": fields}
+
+
+def _same(line: Line, asked: Line) -> bool:
+    """Whether a line's fixed options and fields are those that are asked for, as far as it says."""
+    fixed = asked["options"]
+    same_options = all(fixed[name] == value for name, value in line.get("options", {}).items() if name in fixed)
+    return same_options and line.get("fields", asked["fields"]) == asked["fields"]
+
+
+def best(lines: Iterable[Line], count: int) -> list[str]:
+    """Return the names of the lines with the highest scores; one that diverged has none."""
     scored = [line for line in lines if line["score"] is not None]
-    return [line["trial"] for line in sorted(scored, key=lambda line: (-line["score"], line["trial"]))[:count]]
+    return [name_of(line) for line in sorted(scored, key=lambda line: (-line["score"], line["trial"]))[:count]]
 
 
 def search(
@@ -158,7 +219,9 @@ def search(
     store: Path,
     scratch: Path,
     jobs: int = 1,
+    until: float | None = None,
     searched: Mapping[str, str] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Iterator[Line]:
     """Tune methods on equal terms; yield each rung of each trial as it ends.
 
@@ -168,39 +231,56 @@ def search(
         store: file of finished rungs; what it holds is not computed again.
         scratch: folder for the states of trials between rungs.
         jobs: processes side by side; 0: what suits the device.
+        until: when all must be over, see `many.carry_out`; a method whose rung is not over does not go on to the next.
         searched: spaces, as text, that change or add to the methods' own.
+        note: is told how many trials there was no time for.
     """
     if not experiments:
         return
     done, last = read(store), halving.rungs[-1]
     asked = {e.method: replace(e, rounds=last) for e in experiments}
-    spaces = {
-        method: space(e, {key: text for key, text in (searched or {}).items() if key in methods.options_of(method)})
-        for method, e in asked.items()
-    }
+    planned = {method: _trials(e, halving.trials, searched or {}) for method, e in asked.items()}
 
     def place(about: Mapping[str, Any]) -> str:
         trained = with_settings(asked[about["method"]], about["settings"])
         return f"{spec_hash(trained)}-{trained.seed}"
 
+    def known(trial: Line) -> Line | None:
+        line = done.get(name_of(trial))
+        return line if line is not None and _same(line, trial) else None
+
     for rung, (first, round) in enumerate(pairwise((0, *halving.rungs))):
         tasks: dict[str, Line] = {}
-        for method, e in asked.items():
-            shared = {"study": study_of(e), "method": method, "seed": e.seed, "round": round, "of": last}
-            given = points(spaces[method], halving.trials, e.seed)
-            trials: list[Line] = [{**shared, "trial": n, "settings": point} for n, point in enumerate(given)]
+        for method, trials in planned.items():
             if rung:
-                names = (name_of(trial | {"round": first}) for trial in trials)
-                before = [done[name] for name in names if name in done]
-                trials = [trials[number] for number in best(before, halving.survivors(rung))]
-            tasks |= {name_of(trial): trial for trial in trials if name_of(trial) not in done}
-        work = partial(stretch, experiments=asked, first=first)
+                over = [line for line in (known(trial | {"round": first}) for trial in trials) if line is not None]
+                going = best(over, halving.survivors(rung)) if len(over) == len(trials) else []
+                planned[method] = [trial for trial in trials if name_of(trial | {"round": first}) in going]
+            here = [trial | {"round": round} for trial in planned[method]]
+            tasks |= {name_of(trial): trial for trial in here if known(trial) is None}
+        work, left = partial(stretch, experiments=asked, first=first), 0
         for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, fails=(), refuses=(), jobs=jobs,
-                               device=experiments[0].device):  # fmt: skip
-            assert ended.line is not None
+                               until=until, device=experiments[0].device):  # fmt: skip
+            if ended.line is None:
+                left += 1
+                continue
             done[ended.key] = ended.line["result"]
             append(store, done[ended.key])
             yield done[ended.key]
+        if left and note is not None:
+            note(f"{left} trials were not begun, for want of time; the same command goes on with them")
+
+
+def _trials(e: Experiment, count: int, searched: Mapping[str, str]) -> list[Line]:
+    """Return a method's trials, as their lines begin; the first one is its defaults."""
+    dimensions = space(e, {key: text for key, text in searched.items() if key in methods.options_of(e.method)})
+    usual = resolve(e)
+    first = {one.name: usual.options.get(one.name, getattr(usual, one.name, None)) for one in dimensions}
+    shared = {"study": study_of(e), "method": e.method, "seed": e.seed, "of": e.rounds}
+    return [
+        {**shared, "trial": number, "settings": point, **_fixed(with_settings(e, point))}
+        for number, point in enumerate(points(dimensions, first, count, e.seed))
+    ]
 
 
 def chosen(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
@@ -226,20 +306,22 @@ def near(best_first: Sequence[Line]) -> list[Line]:
     return [line for line in best_first if best_first[0]["score"] - line["score"] <= NEAR]
 
 
-def values_of(line: Line, everything: Iterable[Line]) -> dict[str, Any]:
-    """Return what a trial had of the settings that the method's trials differ in, also where it had the defaults."""
-    if line["settings"]:
-        return dict(line["settings"])
-    options = line.get("options") or methods.resolve(line["method"], {})
-    searched = dict.fromkeys(name for each in everything for name in each["settings"])
-    return {name: options[name] for name in searched if name in options}
+def is_default(line: Line, everything: Iterable[Line]) -> bool:
+    """Whether a line has the settings that were the method's defaults when it was tuned last."""
+    usual = [each["settings"] for each in everything if each["trial"] == 0]
+    return bool(usual) and line["settings"] == usual[-1]
 
 
-def ranges(lines: Sequence[Line], everything: Sequence[Line]) -> str:
+def distinct(lines: Iterable[Line]) -> set[str]:
+    """Return the settings that some lines have, each once: the trials that there were."""
+    return {json.dumps(line["settings"], sort_keys=True) for line in lines}
+
+
+def ranges(lines: Sequence[Line]) -> str:
     """Say which values some trials have: "lr 0.01..0.03, beta 3.0"."""
     found: dict[str, set[Any]] = {}
     for line in lines:
-        for name, value in values_of(line, everything).items():
+        for name, value in line["settings"].items():
             found.setdefault(name, set()).add(value)
 
     def said(values: set[Any]) -> str:
@@ -256,12 +338,17 @@ def page(lines: Sequence[Line], command: str) -> str:
         "# Tuned settings", "",
         "What successive halving chose for each method, on validation rows and validation clients alone; made by", "",
         f"    {command}", "",
-        "*score*: mean of the two accuracies, averaged over the last three evaluations. *defaults*: the score of the",
-        "method's defaults at the last rung that they reached, and its round. *within 1 point*: of the trials that",
-        "reached the last rung, how many score within one point of the best, and which values those have: how wide the",
-        "optimum is, as far as so few trials show it. One seed: a difference of a point between two trials is no more",
-        "than noise. The choices are also files, `results/tuned/DATA-PARTITION-TESTROWS/METHOD.toml`, for `--tuned` of",
-        "`metavd compare`, `arena` and `paper`, and for `metavd run --config`.", "",
+        "*participating* and *validation clients*: accuracy on validation rows of clients that train, and of",
+        "clients that are only ever validated on, averaged over the last three evaluations; *score*: mean of the",
+        "two; *ECE*: of clients that train. *trials*: different settings that were tried; a method with a small",
+        "space has fewer. *defaults*: the score of the method's defaults at the last rung that they reached, and",
+        "its round, which may be an earlier one than that of the score beside it. *within 1 point*: of the trials",
+        "that reached the last rung, how many score within one point of the best, and which values those have: how",
+        "wide the optimum is, as far as so few trials show it. One seed: a difference of a point between two",
+        "trials is no more than noise. The choices are also files,",
+        "`results/tuned/DATA-PARTITION-TESTROWS/METHOD.toml`, for `--tuned` of `metavd compare`, `arena` and",
+        "`paper`, and for `metavd run --config`.",
+        "",
     ]  # fmt: skip
     found = chosen(lines)
     for study in dict.fromkeys(study for study, _ in found):
@@ -285,14 +372,18 @@ def page(lines: Sequence[Line], command: str) -> str:
 def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> str:
     """Return one method's row of a table."""
     top = best_first[0]
-    settings = " ".join(f"{key}={value}" for key, value in top["settings"].items()) or "defaults"
+    settings = " ".join(f"{key}={value}" for key, value in top["settings"].items())
+    settings += " (the defaults)" if is_default(top, everything) else ""
     parts = [top[part]["accuracy"] for part in ("valid", "valid_unseen")]
-    own = max((line for line in everything if line["trial"] == 0), key=lambda line: line["round"])
-    defaults = "diverged" if own["score"] is None else f"{100 * own['score']:.1f} ({own['round']})"
+    own = max((line for line in everything if is_default(line, everything)), key=lambda line: line["round"],
+              default=None)  # fmt: skip
+    defaults = "" if own is None else "diverged"
+    if own is not None and own["score"] is not None:
+        defaults = f"{100 * own['score']:.1f} ({own['round']})"
     close = near(best_first)
-    trials = len({line["trial"] for line in everything})
+    trials = len(distinct(everything))
     shares = " | ".join(f"{100 * value:.1f}" for value in (top["score"], *parts, top["valid"]["ece_top1"]))
     return (
         f"| `{top['method']}` | {settings} | {shares} | {trials} | {defaults} | "
-        f"{len(close)} of {len(best_first)}: {ranges(close, everything)} |"
+        f"{len(close)} of {len(best_first)}: {ranges(close)} |"
     )

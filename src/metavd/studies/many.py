@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Generic, Literal, TypeVar
@@ -41,7 +41,7 @@ Settings = Mapping[str, Any]
 Work = Callable[[dict[str, Any], Path, Listener], Mapping[str, Any]]
 """What is done for a task: settings, a folder of its own (not yet made), a listener -> the part of the line that only
 it knows: `result`, plain values, and where there are any `device`, `precision`, `spec`; see `taken`."""
-End = Literal["stored", "done", "failed", "refused", "elsewhere"]
+End = Literal["stored", "done", "failed", "refused", "elsewhere", "left"]
 REFUSED = (UserError,)
 """What a user can mend: data that is not there, settings that do not go together."""
 
@@ -74,7 +74,7 @@ class Ended(Generic[Key]):
     end: End
     """stored: its line was in the store, that of a failure included. done: it was run now. failed: it diverged; the
     store says so, and it is not tried again unless asked for. refused: it could not be started; nothing is stored.
-    elsewhere: another process is at it, or it is in another share."""
+    elsewhere: another process is at it, or it is in another share. left: it would not have ended in time."""
     line: Line | None = None
     """Its line, where there is one."""
     error: Exception | None = None
@@ -96,6 +96,7 @@ def carry_out(
     jobs: int = 1,
     device: str = "auto",
     share: Share | None = None,
+    until: float | None = None,
     listener: Listener | None = None,
     progress: Callable[[Key, int, int], None] | None = None,
 ) -> Iterator[Ended[Key]]:
@@ -117,6 +118,8 @@ def carry_out(
         jobs: runs at once, each in a process of its own; 0: what suits the device, see `side`.
         device: where runs will be carried out, for `jobs` and for the line of a run that failed.
         share: which part of the missing tasks is carried out here, the others are elsewhere; None: all.
+        until: when all must be over, on the clock of `time.monotonic`. No run is begun that would end later if it took
+            as long as those before it did: on average those of its method, else all. None: no such time.
         listener: is told of every run's rounds; of several at once it is told nothing.
         progress: is told of each run before it starts (of several at once: when it ends), its number and how many
             there are.
@@ -136,15 +139,51 @@ def carry_out(
     order = _Order(function, store, scope, work, keep, retry, fails, refuses, device)
 
     planned = [_Task(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
-    at_once = jobs_for(device, jobs)
-    if at_once == 1 or len(missing) < 2:
-        for number, (key, task) in enumerate(zip(missing, planned, strict=True), 1):
-            yield Ended(key, *_attempt(task, order, listener, partial(tell, key, number, len(missing))))
-        return
-    ending = side_by_side(_attempt, [(task, order) for task in planned], at_once)
+    at_once = jobs_for(device, jobs) if len(missing) > 1 else 1
+    watch = _Watch(until)
+
+    def fits(which: int) -> bool:
+        return watch.begin(which, str(planned[which].settings.get("method", "")))
+
+    def one_by_one() -> Iterator[tuple[int, Any]]:
+        for which, task in enumerate(planned):
+            if fits(which):
+                yield which, _attempt(task, order, listener, partial(tell, missing[which], which + 1, len(missing)))
+
+    together = at_once > 1
+    ending = side_by_side(_attempt, [(each, order) for each in planned], at_once, fits) if together else one_by_one()
     for number, (which, found) in enumerate(ending, 1):
-        tell(missing[which], number, len(missing))
+        watch.end(which, counts=found[0] in {"done", "failed"})
+        if together:
+            tell(missing[which], number, len(missing))
         yield Ended(missing[which], *found)
+    yield from (Ended(key, "left") for which, key in enumerate(missing) if which not in watch.begun)
+
+
+@dataclass(frozen=True, eq=False)
+class _Watch:
+    """When runs began, how long they took, and whether one more would end in time; see `carry_out`."""
+
+    until: float | None
+    begun: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Kind and time, by the run's number."""
+    spent: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of the runs that are over, by their kind."""
+
+    def begin(self, which: int, kind: str) -> bool:
+        """Begin a run of a kind, unless it would end too late."""
+        like = self.spent.get(kind) or [each for some in self.spent.values() for each in some] or [0.0]
+        now = time.monotonic()
+        if self.until is not None and now + sum(like) / len(like) > self.until:
+            return False
+        self.begun[which] = kind, now
+        return True
+
+    def end(self, which: int, *, counts: bool) -> None:
+        """End a run; it tells how long others will take where it was carried out."""
+        kind, began = self.begun[which]
+        if counts:
+            self.spent.setdefault(kind, []).append(time.monotonic() - began)
 
 
 def taken(result: Mapping[str, Any], kept: Any) -> dict[str, Any]:

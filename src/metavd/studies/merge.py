@@ -19,7 +19,7 @@ from .lines import Line, append, rows
 
 _MADE = frozenset({"date", "device", "machine", "commit", "versions", "version", "torch", "python", "seconds", "spec"})
 """What may differ between two lines, or results, of one run: where, when and in what time it was made."""
-_ASKED = ("id", "scope", "study", "method", "trial", "settings", "round", "seed")
+_ASKED = ("id", "scope", "study", "method", "trial", "settings", "options", "fields", "round", "of", "seed")
 """What names a line: its id, or, of a rung of tuning, what was tried."""
 
 

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
@@ -70,22 +71,32 @@ def _begin(threads: int) -> None:
 
 
 def side_by_side(
-    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], jobs: int
+    function: Callable[..., Any],
+    tasks: Sequence[tuple[Any, ...]],
+    jobs: int,
+    fits: Callable[[int], bool] = lambda place: True,  # noqa: ARG005
 ) -> Iterator[tuple[int, Any]]:
     """Call a function with every task's arguments, `jobs` at once; yield place and answer of each as it ends.
 
     The first exception ends the others. Function, arguments and answers cross between processes, and so must be values.
+    `fits` is asked when a task's turn comes; one that does not fit is not begun, and nothing is yielded for it.
     """
     if jobs == 1 or len(tasks) < 2:
-        yield from ((place, function(*task)) for place, task in enumerate(tasks))
+        yield from ((place, function(*task)) for place, task in enumerate(tasks) if fits(place))
         return
     # A fork of a process that has used torch's threads, or a GPU, may hang.
     context, threads = get_context("spawn"), max(1, torch.get_num_threads() // jobs)
     with sharing(jobs), ProcessPoolExecutor(min(jobs, len(tasks)), context, _begin, (threads,)) as pool:
-        waiting = {pool.submit(function, *task): place for place, task in enumerate(tasks)}
+        running: dict[Future[Any], int] = {}
+        turns = (place for place in range(len(tasks)) if fits(place))
         try:
-            for ended in as_completed(waiting):
-                yield waiting[ended], ended.result()
+            while True:
+                for place in islice(turns, jobs - len(running)):
+                    running[pool.submit(function, *tasks[place])] = place
+                if not running:
+                    return
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(ended), ended.result()
         except BaseException:
             end_workers(pool)
             raise

@@ -5,13 +5,15 @@
 `metavd tune-all --page` writes them from its store. A file says what was chosen and, in comments, by how much; it is
 also a configuration that `metavd run --config` takes. Under `--tuned` its choices are settings of a run, beside the
 file's name (`KEY`), so that the store tells a tuned run from one at the defaults even where both are the same numbers.
+Where there is no file for what is run, the nearest one is taken (`find`), and whoever takes it says so (`told`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,14 @@ from ..data.collection import parse
 from ..data.source import SourceError
 from ..errors import SpecError
 from ..runs.settings import SETTINGS, Experiment, from_toml, resolve, toml_value, with_settings
-from .halving import Line, chosen, near, ranges, values_of
+from .halving import Line, chosen, distinct, is_default, near, ranges
 
 FOLDER = Path("results/tuned")
+_AS_OF: dict[str, list[str]] = {
+    "vd": ["metavd"], "ensemblevd": ["metavd"], "snip": [], "drop": [], "prior": [], "ft": [], "dp": [],
+}  # fmt: skip
+"""Parts of methods, and the parts in whose place they stand where nothing was chosen with them: the other posteriors
+stand where MetaVD does, and what is added to a method leaves it the method that it was."""
 KEY = "tuned"
 """In the settings of a store's line: the file that the run's options come from."""
 _ABOUT = ("method", "data", "partition", "test_rows", "rounds")
@@ -79,18 +86,17 @@ def write(lines: Sequence[Line], folder: Path) -> list[Path]:
 def _text(study: tuple[str, str, str], best_first: Sequence[Line], everything: Sequence[Line]) -> str:
     top = best_first[0]
     parts = [100 * top[part]["accuracy"] for part in ("valid", "valid_unseen")]
-    trials = len({line["trial"] for line in everything})
-    close = near(best_first)
+    trials = len(distinct(everything))
+    close, usual = near(best_first), ", the defaults" if is_default(top, everything) else ""
     values = dict(zip(_ABOUT, (top["method"], *study, top["of"]), strict=True))
-    found = values_of(top, everything)
-    fields = {key: value for key, value in found.items() if key in SETTINGS}
-    options = {key: value for key, value in found.items() if key not in SETTINGS}
+    fields = {key: value for key, value in top["settings"].items() if key in SETTINGS}
+    options = {key: value for key, value in top["settings"].items() if key not in SETTINGS}
     lines = [
         "# Chosen on validation rows and validation clients alone; written by metavd tune-all --page.",
         f"# score {100 * top['score']:.2f} % (participating {parts[0]:.2f}, validation clients {parts[1]:.2f}), "
         f"seed {top['seed']}, commit {top['commit']}",
-        f"# trial {top['trial']} of {trials}{'' if top['settings'] else ', the defaults'}; {len(close)} of the "
-        f"{len(best_first)} that were trained to the end are within 1 point: {ranges(close, everything)}",
+        f"# the best of {trials} settings{usual}; {len(close)} of the "
+        f"{len(best_first)} that were trained to the end are within 1 point: {ranges(close)}",
         *(f"{key} = {toml_value(value)}" for key, value in {**values, **fields}.items()),
         "",
         "[options]",
@@ -115,14 +121,46 @@ def _read(path: Path) -> Tuned:
     return Tuned(f"{path.parent.name}/{path.name}", methods.check(method), data, partition, test_rows, own)
 
 
-def find(known: Sequence[Tuned], method: str, data: str, partition: str, test_rows: str) -> Tuned | None:
-    """Return what was chosen for a method, where it was: for this partition, else for another one of the same data.
+def relatives(method: str) -> list[str]:
+    """Return a method and those whose choices it takes where it has none of its own, the nearest first; see `_AS_OF`.
 
-    Of several other partitions the first by name counts.
+    >>> relatives("reptile+vd+drop")
+    ['reptile+vd+drop', 'reptile+vd', 'reptile+metavd']
     """
-    here = (method, _data_name(data), test_rows)
-    found = [each for each in known if (each.method, _data_name(each.data), each.test_rows) == here]
-    return next((each for each in found if each.partition == partition), found[0] if found else None)
+    parts, names = method.split("+"), [method]
+    while place := next((place for place in range(len(parts) - 1, 0, -1) if parts[place] in _AS_OF), 0):
+        parts[place : place + 1] = _AS_OF[parts[place]]
+        names.append("+".join(parts))
+    return names
+
+
+def find(known: Sequence[Tuned], method: str, data: str, partition: str, test_rows: str) -> Tuned | None:
+    """Return the nearest choice to what is asked for; None: nothing that was chosen is near.
+
+    What comes first is the method (else one of its `relatives`), then the data (else one of those that are mixed), the
+    way to deal test rows (else another), and the partition (else the one whose Dirichlet parameter is nearest).
+    Settings that the method does not have are left out.
+    """
+    names, here = relatives(method), _data_name(data)
+    there = [each for each in known if each.method in names and _data_name(each.data) in {here, *here.split("+")}]
+
+    def distance(each: Tuned) -> tuple[Any, ...]:
+        other_data = _data_name(each.data) != here
+        return (names.index(each.method), other_data, each.test_rows != test_rows, _apart(each.partition, partition))
+
+    if not there:
+        return None
+    nearest = min(there, key=distance)
+    own = {*methods.options_of(method), *SETTINGS}
+    return replace(nearest, settings={key: value for key, value in nearest.settings.items() if key in own})
+
+
+def _apart(one: str, other: str) -> float:
+    """Return how far partitions are from each other: of two Dirichlet parameters the difference of their logarithms."""
+    if one == other:
+        return 0.0
+    alphas = [text.removeprefix("dirichlet:") for text in (one, other) if text.startswith("dirichlet:")]
+    return abs(math.log(float(alphas[0]) / float(alphas[1]))) if len(alphas) == 2 else math.inf
 
 
 def find_for(known: Sequence[Tuned], experiment: Experiment) -> Tuned | None:
@@ -152,11 +190,20 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def told(experiment: Experiment, found: Tuned | None) -> str:
     """Say what a method's options come from, in one sentence."""
     e = resolve(experiment)
+    return told_of(e.method, e.data, [e.partition], e.test_rows, found)
+
+
+def told_of(method: str, data: str, partitions: Sequence[str], test_rows: str, found: Tuned | None) -> str:
+    """Say what a method's options come from, in one sentence, for some partitions."""
     if found is None:
-        return f"{e.method} on {e.data}, test rows {e.test_rows}: nothing was tuned for these, so its defaults"
+        return f"{method} on {data}, test rows {test_rows}: nothing was tuned for these, so its defaults"
     what = " ".join(f"{key}={value}" for key, value in found.settings.items())
-    other = f", chosen for {found.partition}" if found.partition != e.partition else ""
-    return f"{e.method} on {e.data}, {e.partition}: {what} from {found.name}{other}"
+    other = [found.method] if found.method != method else []
+    other += [found.data] if _data_name(found.data) != _data_name(data) else []
+    other += [found.partition] if list(partitions) != [found.partition] else []
+    other += [f"test rows {found.test_rows}"] if found.test_rows != test_rows else []
+    chosen_for = f", chosen for {', '.join(other)}" if other else ""
+    return f"{method} on {data}, {', '.join(partitions)}: {what} from {found.name}{chosen_for}"
 
 
 def label(settings: Mapping[str, Any]) -> str:

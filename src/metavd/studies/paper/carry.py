@@ -39,6 +39,8 @@ class Outcome:
     """They could not be started, because data is missing, for example; nothing is stored."""
     elsewhere: tuple[Run, ...]
     """Another process is at them, or finished them meanwhile."""
+    left: tuple[Run, ...]
+    """There was no time for them."""
 
 
 def run_missing(
@@ -53,6 +55,7 @@ def run_missing(
     retry: bool = False,
     jobs: int = 1,
     share: Share | None = None,
+    until: float | None = None,
     listener: Listener | None = None,
     progress: Callable[[Run, int, int], None] | None = None,
     **runtime: Any,
@@ -70,6 +73,7 @@ def run_missing(
         retry: also run again what failed.
         jobs: runs at once, each in a process of its own; 0: what suits the device.
         share: the part of what is missing that is run here; None: all.
+        until: when all must be over, see `many.carry_out`.
         listener: is told of every run's rounds, and of what goes wrong; of several at once only of the latter.
         progress: is told of each run before it starts (of several at once: when it ends), its number and how many
             there are.
@@ -81,7 +85,9 @@ def run_missing(
     listener = listener or Silent()
     missing = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note).missing
     runs = {one.id: one for one in missing}
-    ends: dict[str, list[tuple[Run, str]]] = {end: [] for end in ("done", "failed", "refused", "elsewhere", "stored")}
+    ends: dict[str, list[tuple[Run, str]]] = {
+        end: [] for end in ("done", "failed", "refused", "elsewhere", "stored", "left")
+    }
     for ended in carry_out(
         {one.id: one.settings for one in missing},
         partial(_carry, runtime),
@@ -92,6 +98,7 @@ def run_missing(
         retry=retry,
         jobs=jobs,
         share=share,
+        until=until,
         device=str(runtime.get("device", "auto")),
         listener=listener,
         progress=None if progress is None else lambda key, number, total: progress(runs[key], number, total),
@@ -105,6 +112,7 @@ def run_missing(
         tuple(ends["failed"]),
         tuple(ends["refused"]),
         tuple(one for one, _ in ends["elsewhere"] + ends["stored"]),
+        tuple(one for one, _ in ends["left"]),
     )
 
 

@@ -14,7 +14,6 @@ one seed of those has no interval and counts by its sign. A claim then
     holds in part        some are in favour
     does not hold here   fewer than a third are in favour, or no more than are against
     not yet tested       more than half of the comparisons lack a run
-    cannot be tested here    there is nothing to compare
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from ...evaluate.figures import number
 from ...evaluate.intervals import interval
 from ..lines import Line, identity, read
 from ..pairs import pair
+from ..tuned import KEY
 from .digest import NORMAL
 from .page import told_protocol
 from .plan import store_file
@@ -56,13 +56,11 @@ class Claim:
     tables: Sequence[str]
     pairs: Sequence[Sequence[str]]
     against: Sequence[str] = ()
-    """Tables that the first row is looked for in, where it stands in others than the second."""
+    """Tables that the first row is looked for in, where those are others than the second's."""
     columns: Sequence[str] | None = None
     margin: float = 0.0
     least: float = 0.0
     note: str = ""
-    cannot: str = ""
-    """Why it cannot be tested."""
     ours: bool = False
     """Whether it is not the paper's claim, but a question that its claims raise."""
 
@@ -90,13 +88,11 @@ def claims() -> tuple[Claim, ...]:
     return tuple(Claim(**values) for values in tomllib.loads(text)["claim"])
 
 
-def verdict(claim: Claim, found: Sequence[Comparison]) -> str:
+def verdict(found: Sequence[Comparison]) -> str:
     """Return the verdict of the rule above."""
-    if claim.cannot or not found:
-        return "cannot be tested here"
     count = Counter(each.outcome for each in found)
     tested = len(found) - count[MISSING]
-    if tested < len(found) / 2:
+    if not tested or tested < len(found) / 2:
         return "not yet tested"
     if count[FOR] >= 0.9 * tested and not count[AGAINST]:
         return "holds"
@@ -107,10 +103,10 @@ def compare(claim: Claim, store: str | Path, how: Protocol = PAPER) -> list[Comp
     """Return a claim's comparisons, from the store alone."""
     lines = read(store_file(store, how.scale), how.scale)
     wanted = [cell for name in claim.tables for cell in cells(name, None, claim.columns)]
-    others = [cell for name in claim.against for cell in cells(name)]
+    others = [cell for name in claim.against for cell in cells(name)] or wanted
     found = []
     for first, second in claim.pairs:
-        places = {_place(cell): cell for cell in others + wanted if cell.row == first}
+        places = {_place(cell): cell for cell in others if cell.row == first}
         if not second:
             found += [_rates(claim, cell, lines, how) for cell in places.values()]
             continue
@@ -157,9 +153,12 @@ def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], h
     difference = sum(each.values()) / len(each)
     low, high = _interval(claim.figure, list(each.values()), *shared)
     more, limit, enough = "", 0.0, True
+    if len({KEY in settings_of(cell, how=how) for cell in (first, second)}) > 1:
+        more = "only one of the two is tuned"
     if claim.kind == "no-loss":
         dropped = min(number(line["result"], "sparsity", "layer") or 0.0 for line in shared[0])
-        more, limit, enough = f"{dropped:.0%} dropped", -claim.margin, dropped >= claim.least
+        more = ", ".join(filter(None, (f"{dropped:.0%} dropped", more)))
+        limit, enough = -claim.margin, dropped >= claim.least
     bounds = (difference, difference) if low is None or high is None else (low, high)
     outcome = OPEN
     if bounds[0] > limit and all(value > limit for value in each.values()) and enough:
@@ -232,7 +231,7 @@ def page(store: str | Path, how: Protocol = PAPER, command: str = "") -> str:
         tested = [each for each in found if each.difference is not None] or found
         ours, paper = _mean(tested, lambda each: each.difference), _mean(tested, lambda each: each.paper)
         title = f"(not the paper's) {claim.title}" if claim.ours else claim.title
-        text.append(f"| [{title}](#{claim.name}) | **{_said(claim, found)}** | {numbers} | {ours} | {paper} |")
+        text.append(f"| [{title}](#{claim.name}) | **{_said(found)}** | {numbers} | {ours} | {paper} |")
     for claim, found in judged:
         text += ["", *_section(claim, found)]
     if command:
@@ -240,8 +239,8 @@ def page(store: str | Path, how: Protocol = PAPER, command: str = "") -> str:
     return "\n".join(text) + "\n"
 
 
-def _said(claim: Claim, found: Sequence[Comparison]) -> str:
-    said = verdict(claim, found)
+def _said(found: Sequence[Comparison]) -> str:
+    said = verdict(found)
     seeds = {each.seeds for each in found if each.outcome != MISSING}
     return f"{said} (one seed: a lead)" if said.startswith(("holds", "does")) and seeds == {1} else said
 
@@ -253,16 +252,11 @@ def _mean(found: Sequence[Comparison], value: Callable[[Comparison], float | Non
 
 
 def _section(claim: Claim, found: Sequence[Comparison]) -> list[str]:
-    note = claim.cannot or claim.note
-    text = [f"## {claim.name}", "", f"{claim.title}. {claim.says} **Verdict: {_said(claim, found)}.**"]
-    text += ["", f"{note[0].upper()}{note[1:]}."] if note else []
+    text = [f"## {claim.name}", "", f"{claim.title}. {claim.says} **Verdict: {_said(found)}.**"]
+    text += ["", f"{claim.note[0].upper()}{claim.note[1:]}."] if claim.note else []
     tested = [each for each in found if each.outcome != MISSING]
     if not tested:
-        return [
-            *text,
-            "",
-            f"None of {len(found)} comparisons has its runs." if found else "There is nothing to compare.",
-        ]
+        return [*text, "", f"None of {len(found)} comparisons has its runs."]
     text += ["", "| | | difference | 95 % interval | the paper's | seeds | |", "|---|---|---:|---:|---:|---:|---|"]
     for each in tested:
         inside = "" if each.low is None or each.high is None else f"{each.low:+.2f} to {each.high:+.2f}"

@@ -10,6 +10,7 @@ from typing import Any
 from ...container import write_atomic
 from ...errors import SpecError
 from ..lines import identity
+from .plan import tuned_told
 from .protocol import LAST, PAPER, Protocol, settings_of
 from .statistics import Answer, Compared, View, table
 from .tables import MEASURES, Cell, Figure, Table, extras, tables
@@ -26,6 +27,8 @@ def markdown(view: View) -> str:
         answers = [answer for answer in view.answers if answer.cell.column == column]
         if answers:
             text += ["", f"### {_heading(answers[0].cell, view.how)}", "", *_rows(answers, view, about)]
+    told = tuned_told([shown.name], how=view.how)
+    text += ["", "Options:", "", *(f"- {each}." for each in told)] if told else []
     text += ["", _origin(list(view.lines.values())), *about.lines()]
     return "\n".join(text) + "\n"
 
@@ -208,7 +211,10 @@ def told_protocol(how: Protocol) -> str:
     for key, values in how.overrides.items():
         parts.append(f"{key}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
     if how.tuned is not None:
-        parts.append("options that tuning chose on validation rows (results/tuned), where it did for the data")
+        parts.append(
+            "options that tuning chose on validation rows (results/tuned), for the nearest data, partition and method "
+            "where there was no tuning for these, and the defaults where there was none near"
+        )
     elif not how.overrides:
         parts.append("no option changed after validation")
     return "; ".join(parts)

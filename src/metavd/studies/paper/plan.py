@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...runs.settings import Experiment, with_settings
 from ..lines import identity, read
-from ..tuned import told
+from ..tuned import Tuned, told_of
 from .protocol import PAPER, Protocol, settings_of, tuned_for
-from .tables import cells
+from .tables import Cell, cells
+
+_MIDDLE = "dirichlet:0.5"
+"""The partition that every table of accuracies has, and that methods are tuned for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Needed:
-    """Runs by whether the store has them, seed by seed, so that an interruption leaves whole tables."""
+    """Runs by whether the store has them, in the order in which a stop leaves the most: see `_urgency`."""
 
     done: tuple[Run, ...]
     missing: tuple[Run, ...]
@@ -50,14 +53,20 @@ def needed(
     """Say which runs the tables need and which the store lacks; `retry` counts those that failed as lacking."""
     chosen = [cell for name in names for cell in cells(name, rows, columns)]
     users: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for seed in how.seeds:
-        for cell in chosen:
-            settings = settings_of(cell, seed, how)
-            users.setdefault(identity(settings, how.scale), (settings, []))[1].append(cell.name)
+    for cell, seed in sorted(product(chosen, how.seeds), key=_urgency):
+        settings = settings_of(cell, seed, how)
+        users.setdefault(identity(settings, how.scale), (settings, []))[1].append(cell.name)
     lines = read(store_file(store, how.scale), how.scale, note)
     runs = [Run(key, settings, tuple(who)) for key, (settings, who) in users.items()]
     there = {key for key, line in lines.items() if not (retry and "failed" in line)}
     return Needed(tuple(run for run in runs if run.id in there), tuple(run for run in runs if run.id not in there))
+
+
+def _urgency(run: tuple[Cell, int]) -> tuple[bool, int]:
+    """Sort runs: columns at the partition that settings were tuned at come first, seed by seed, then the others."""
+    cell, seed = run
+    partition = str(cell.settings["partition"])
+    return (partition.startswith("dirichlet:") and partition != _MIDDLE, seed)
 
 
 def tuned_told(
@@ -70,10 +79,14 @@ def tuned_told(
     """Say of every method and its data which tuned settings the tables' runs have; nothing where none are asked for."""
     if how.tuned is None:
         return []
-    said: dict[str, None] = {}
+    users: dict[tuple[str, str, str | None], tuple[Tuned | None, dict[str, None]]] = {}
     for cell in (cell for name in names for cell in cells(name, rows, columns)):
-        if "method" in cell.settings and "variant" not in cell.settings:
-            asked = {**cell.settings, "test_rows": how.test_rows}
-            about: dict[str, Any] = {key: asked[key] for key in ("method", "data", "partition", "test_rows")}
-            said[told(with_settings(Experiment(), about), tuned_for(asked, how))] = None
-    return list(said)
+        asked = {**cell.settings, "test_rows": how.test_rows}
+        if "method" in asked and "variant" not in asked:
+            found = tuned_for(asked, how)
+            key = (asked["method"], asked["data"], None if found is None else found.name)
+            users.setdefault(key, (found, {}))[1][asked["partition"]] = None
+    return [
+        told_of(method, data, list(partitions), how.test_rows, found)
+        for (method, data, _), (found, partitions) in users.items()
+    ]

@@ -113,7 +113,7 @@ def extras() -> dict[str, Table]:
     """Return tables that are not the paper's: A1, A2 and so on, our own, and M4 for T4, see `_on_mnist`.
 
     >>> list(extras()), extras()["M5"].columns
-    (['A1', 'A2', 'M4', 'M5', 'M10', 'M14', 'M15'], ('b', 'c', 'd'))
+    (['A1', 'A2', 'A3', 'A4', 'M4', 'M5', 'M10', 'M14', 'M15'], ('b', 'c', 'd'))
     """
     own = {name: replace(_table(name, values), alone=True) for name, values in _content().items() if name[0] == "A"}
     stand_ins = {f"M{name[1:]}": name for name, table in tables().items()
