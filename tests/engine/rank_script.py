@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import metavd
 from cheap import cheap
 from metavd import methods
 from metavd.core import owned
+from metavd.engine.ranks import Ranks
 from metavd.engine.rounds import Silent
 
 CHEAP = {"batch": 8, "server_share": 0.1, "drop_from": 1, "threshold": 0.2, "hyper_width": 4}
@@ -29,6 +32,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"method": "perfedavg+prior"},
     {"method": "reptile+metavd", "part": 2},
     {"method": "fedrep", "part": 3},
+    {"method": "fedrep", "part": 3, "chunk": 2},
+    {"method": "reptile+metavd", "part": 3, "chunk": 2, "aggregate": "trimmed:0.3"},
+    {"method": "reptile+metavd+dp", "noise": 0.5, "part": 2, "chunk": 2},
     {"method": "reptile+metavd", "rows": "apart"},
     {"method": "maml", "lost": 0.3, "valid": 0.2, "patience": 1, "eval_every": 1},
     {"method": "fedavg", "valid": 0.2, "patience": 1, "eval_every": 1, "eval_clients": 2, "final_clients": 2},
@@ -42,11 +48,12 @@ def rows() -> Any:
     return metavd.arrays((draw.normal(size=(120, 5)) + 2.0 * np.eye(5)[y]).astype(np.float32), y, name="blobs")
 
 
-def found(backend: str) -> dict[str, list[str | None]]:
-    """Return the hashes of a run of every method, under vmap of some, and of some with options."""
+def found(backend: str, only: str = "method") -> dict[str, list[str | None]]:
+    """Return the hashes of a run of every method, under vmap of some, and of variants, or only those that set this."""
     source = rows()
     hashes = {}
-    for settings in (*({"method": name} for name in (SOME if backend == "vmap" else methods.NAMES)), *VARIANTS):
+    plain = ({"method": name} for name in (SOME if backend == "vmap" else methods.NAMES))
+    for settings in (each for each in (*plain, *VARIANTS) if only in each):
         own = cheap(settings["method"], **CHEAP)
         chosen = {name: value for name, value in settings.items() if name != "rows"}
         owned.MANY = 2 if "rows" in settings else MANY
@@ -57,18 +64,44 @@ def found(backend: str) -> dict[str, list[str | None]]:
 
 
 class Dying(Silent):
-    """Kills its process, once, in round 3."""
+    """Kills its process in round 3."""
 
     def round(self, record: Any) -> None:
-        if record.round == 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if record.round == 3:
             os.kill(os.getpid(), 9)
 
 
+def leaves() -> None:
+    """Let rank 1 die, once, when it has met the others for three rounds; its host alone counts that as a restart."""
+    met, rows = count(1), Ranks.rows
+
+    def dying(ranks: Ranks, *given: Any) -> Any:
+        if ranks == (1, 2, 1) and next(met) == 3:
+            os.kill(os.getpid(), 9)
+        return rows(ranks, *given)
+
+    Ranks.rows = dying  # type: ignore[method-assign]
+
+
+class Cutting(Silent):
+    """Takes the link to the other host down in round 3."""
+
+    def round(self, record: Any) -> None:
+        if record.round == 3:
+            subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
+
+
+LISTENERS = {"dying": Dying, "cut": Cutting}
+
+
 def run_in(folder: str, task: str) -> dict[str, Any]:
-    """Run fedrep in a folder, or go on with it; rank 0 may die on the way."""
+    """Run fedrep in a folder, or go on with it; a rank may die, or cut its host off, on the way."""
+    if task == "leaving":
+        leaves()
     own = cheap("fedrep", **CHEAP)
-    listener = Dying() if task == "dying" else Silent()
+    listener = LISTENERS.get(task, Silent)()
     settings = FIELDS | own | {"method": "fedrep", "rounds": 5, "checkpoint_every": 1, "backend": "loop"}
+    settings["rank_wait"] = 10 if task == "cut" else 600
     metavd.run(source=rows(), out=folder, resume=task == "resumed", listener=listener, **settings)
     return metavd.run(source=rows(), out=folder, resume=True, **settings)  # a finished run is read, on every rank
 

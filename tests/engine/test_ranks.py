@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from metavd.cli import main
-from metavd.engine.ranks import grain_of, shares
+from metavd.engine.ranks import grain_of, numbered, shares
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
 
 
-def torchrun(ranks: int, *words: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    """Start so many processes as torchrun does."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*start, "--max-restarts", str(restarts), *words]
+def torchrun(ranks: int, *words: str, hosts: int = 1, at: str = "localhost:0") -> subprocess.CompletedProcess[str]:
+    """Start so many processes as torchrun does, as one of several hosts, which meet at an address."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts), "--nproc-per-node", str(ranks)]
+    command = [*start, "--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--local-addr", "127.0.0.1", *words]
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=300
     )
 
 
-def answered(ranks: int, *words: str, restarts: int = 0) -> dict[str, object]:
-    done = torchrun(ranks, str(SCRIPT), *words, restarts=restarts)
+def answered(ranks: int, *words: str) -> dict[str, object]:
+    done = torchrun(ranks, str(SCRIPT), *words)
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -50,22 +57,120 @@ def test_two_and_four_ranks_are_one_process_to_the_bit() -> None:
 
 
 def test_under_vmap_the_number_of_ranks_cannot_be_seen() -> None:
-    """Law: groups that are computed together do not depend on the number of ranks."""
+    """Law: groups that are computed together do not depend on the number of ranks, nor where a cohort has parts."""
     one = answered(1, "found", "vmap")
     assert answered(2, "found", "vmap") == one
+    four = answered(4, "found", "vmap", "part")
+    assert len(four) == 5
+    assert four.items() <= one.items()
 
 
-def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(tmp_path: Path) -> None:
-    """Law: torchrun's restart goes on from the checkpoint; so do two ranks where one process was killed."""
-    straight = alone("straight", str(tmp_path / "straight"))
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """A run of one process that nothing happens to: its folder and its result."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return folder, alone("straight", str(folder))
+
+
+def same(folder: Path, straight: tuple[Path, dict[str, object]]) -> bool:
+    """Whether a run ended with the model, private rows, figures and files of the straight one."""
+    result = json.loads((folder / "result.json").read_text())
+    parts = all(result[part] == straight[1][part] for part in ("model_sha256", "kept_sha256", "test"))
+    files = ("rounds.jsonl", "clients.csv")
+    return parts and all((folder / file).read_bytes() == (straight[0] / file).read_bytes() for file in files)
+
+
+def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(
+    straight: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
+    """Law: torchrun's restart goes on from the checkpoint, on two hosts of which one alone saw a rank die.
+
+    So do two ranks where one process was killed.
+    """
     assert subprocess.run([sys.executable, str(SCRIPT), "dying", str(tmp_path / "by hand")], check=False).returncode
     assert not (tmp_path / "by hand" / "result.json").exists()
-    again = answered(2, "dying", str(tmp_path / "elastic"), restarts=1)
-    for folder, result in (("elastic", again), ("by hand", answered(2, "resumed", str(tmp_path / "by hand")))):
-        for part in ("model_sha256", "kept_sha256", "test"):
-            assert result[part] == straight[part]
-        for file in ("rounds.jsonl", "clients.csv"):
-            assert (tmp_path / folder / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["--max-restarts", "1", str(SCRIPT), "leaving", str(tmp_path / "elastic")]
+    with ThreadPoolExecutor() as both:
+        ended = [both.submit(torchrun, 1, *words, hosts=2, at=at) for _ in range(2)]
+    assert [each.result().returncode for each in ended] == [0, 0], [each.result().stderr for each in ended]
+    assert sum("exitcode: -9" in each.result().stderr for each in ended) == 1
+    answered(2, "resumed", str(tmp_path / "by hand"))
+    assert same(tmp_path / "elastic", straight)
+    assert same(tmp_path / "by hand", straight)
+
+
+def test_ranks_agree_on_an_attempt_whatever_an_earlier_one_left_in_the_store() -> None:
+    """Law: every rank of an attempt has rank 0's number, and a later attempt a later one, also with fewer ranks."""
+    store = HashStore()
+    for number, size in ((1, 3), (2, 3), (3, 2)):
+        with ThreadPoolExecutor(size) as ranks:
+            # Rank 0 comes first, and finds the words of the attempt before.
+            found = list(ranks.map(lambda rank, size=size: numbered(store, rank, size, 60.0), range(size)))
+        assert found == [number] * size
+
+
+LINK = "metavd0"
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two hosts with a link between them: network namespaces of this machine, 10.0.0.1 and 10.0.0.2."""
+    names = (f"metavd-{os.getpid()}-a", f"metavd-{os.getpid()}-b")
+
+    def ip(*words: str) -> bool:
+        return not subprocess.run(["ip", *words], capture_output=True, check=False).returncode
+
+    if not shutil.which("ip"):
+        pytest.skip("there is no program ip here")
+    try:
+        if not all(ip("netns", "add", name) for name in names):
+            pytest.skip("no network namespaces can be made here")
+        assert ip("link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
+        for number, name in enumerate(names, 1):
+            assert ip("-n", name, "address", "add", f"10.0.0.{number}/24", "dev", LINK)
+            assert all(ip("-n", name, "link", "set", link, "up") for link in ("lo", LINK))
+        yield names
+    finally:
+        for name in names:
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in map(int, found.stdout.split()):
+                os.kill(pid, signal.SIGKILL)
+            ip("netns", "delete", name)
+
+
+def over_hosts(names: tuple[str, str], folder: Path, *words: str) -> list[subprocess.Popen[bytes]]:
+    """Start a rank on each host, as torchrun does; what host n says is in the file `host n` of the folder."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK}
+    started = []
+    for number, name in enumerate(names, 1):
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                   "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500",
+                   "--rdzv-conf", f"is_host={number == 1}", "--local-addr", f"10.0.0.{number}"]  # fmt: skip
+        with (folder / f"host {number}").open("w") as file:
+            started.append(subprocess.Popen([*command, str(SCRIPT), *words], env=env, stdout=file, stderr=file))
+    return started
+
+
+def test_hosts_that_are_cut_apart_say_so_and_one_of_them_goes_on_to_the_same_bits(
+    hosts: tuple[str, str], straight: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
+    """Law: two hosts whose link is cut in round 3 do not wait for ever; what they did is the straight run's."""
+    first, other = over_hosts(hosts, tmp_path, "cut", str(tmp_path / "run"))
+    assert first.wait(120) == 1, (tmp_path / "host 1").read_text()
+    for number in (1, 2):
+        said, until = tmp_path / f"host {number}", time.monotonic() + 60
+        while "another rank of this run is gone" not in said.read_text():
+            assert time.monotonic() < until, said.read_text()
+            time.sleep(0.1)
+    other.kill()  # torchrun itself waits longer for the host that it cannot reach
+    other.wait()
+    rounds = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    assert 0 < len(rounds) < 5
+    alone("resumed", str(tmp_path / "run"))
+    assert same(tmp_path / "run", straight)
 
 
 def test_the_command_line_speaks_once(tmp_path: Path) -> None:
@@ -82,6 +187,7 @@ def test_a_mistake_is_told_by_rank_0_alone(rank: int, monkeypatch: pytest.Monkey
     for key, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": str(rank)}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr("metavd.cli._LEAVE", 0.0)
     for words, says in (
         (["run", "fedavgg"], "unknown method 'fedavgg'"),
         (["compare", "fedavg"], "torchrun shares one run among processes: metavd run; start compare without it"),

@@ -46,6 +46,14 @@ def test_masks_travel_as_bits_or_as_positions(kept, mask_bytes):
     assert found.dense == 4 * 2 * 128 + rest
 
 
+def test_many_clients_at_once_are_the_sum_of_each():
+    """Law: the bytes of clients counted together are the sums of those counted one by one, masks or none."""
+    for kept in ([128, 3, 100, 0], [None, None]):
+        each = [params(None if count is None else first(count)) for count in kept]
+        whole = wire.together({name: torch.stack([one[name] for one in each]) for name in each[0]})()
+        assert whole == tuple(map(sum, zip(*map(wire.traffic, each), strict=True)))
+
+
 def test_positions_stand_for_the_fewer_kind():
     """A mask that drops 3 of 1,024 entries costs 12 bytes, not 128."""
     tree = {"fc.weight": torch.ones(32, 32), "fc.mask": first(1021, (32, 32)).float()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +29,8 @@ _HOMES = {
 }  # fmt: skip
 """Each command's module, in the order of the help."""
 _HELP = ["-h", "--help"]
+_LEAVE = 10.0
+"""Seconds that rank 0 has for saying what is wrong before another rank ends, since torchrun then ends all of them."""
 
 
 class _Commands(click.Group):
@@ -121,7 +124,10 @@ def _interrupt(*_: object) -> None:
 
 
 def _fail(text: str, status: int) -> None:
-    if status != 2 or not Reporter.quiet:  # every rank finds the same mistake of a user's
+    if status == 2 and Reporter.quiet:  # every rank finds the same mistake of a user's
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_LEAVE)
+    else:
         click.echo(f"metavd: {text}", err=True)
     sys.exit(status)
 

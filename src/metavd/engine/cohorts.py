@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import tree, wire
-from ..core.local import FIXED
 from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState, Update
 from ..data.cohort import Pool, arriving, choose, over, sizes_of, tossed
@@ -100,8 +99,8 @@ def round_of(
     computed.
     """
     device = pool.x.device
-    shown, away = fetched(state, torch.tensor(lost, dtype=torch.int64, device=device))
-    wasted = [wire.traffic(algorithm.emit.apply(shown.params, one, state.round)) for one in away]
+    shown, away = fetched(state, torch.tensor(lost, dtype=torch.int64))
+    wasted = [wire.traffic(algorithm.emit.apply(shown.params, one, state.round)) for one in over(away, device)]
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
         update, losses = (None, None) if algorithm.privacy is None else unanswered(state)
@@ -114,15 +113,11 @@ def round_of(
         adapted = tree.stack([algorithm.veil(tree.unstack(sent, i), one, keys[i]) for i, one in enumerate(each)])
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
+    counted = wire.together(adapted)
+
     def account() -> Account:
-        traffic = _traffic(adapted, len(cohort))
-        all_dense = sum(each.dense for each in traffic)
-        return Account(
-            down=down + sum(each.down for each in traffic),
-            up=sum(each.up for each in traffic),
-            dense_down=dense + all_dense,
-            dense_up=all_dense,
-        )
+        traffic = counted()
+        return Account(down + traffic.down, traffic.up, dense + traffic.dense, traffic.dense)
 
     return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account, kept)
 
@@ -132,7 +127,7 @@ class _Part(NamedTuple):
 
     sums: Params
     losses: Tensor
-    account: Account
+    account: Callable[[], Account]
     kept: Params
     sizes: Tensor
 
@@ -148,7 +143,8 @@ def added_up(
     """
     take, device = algorithm.server.take, pool.x.device
     assert take is not None
-    shown, places = fetched(state, over(cohort, device))
+    shown, here = fetched(state, cohort)
+    places = over(here, device)
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
     def one(first: int) -> _Part:
@@ -158,7 +154,7 @@ def added_up(
         assert found.losses is not None
         sums = take(shown, found.update._replace(client=places[some]), weight)
         sizes = [value.reshape(len(value), -1).abs().sum(1) for value in found.update.params.values()]
-        return _Part(sums, found.losses, found.account(), found.kept, sum(sizes, torch.zeros_like(found.losses)))
+        return _Part(sums, found.losses, found.account, found.kept, sum(sizes, torch.zeros_like(found.losses)))
 
     whole: Params = {}
     parts: list[_Part] = []
@@ -166,17 +162,12 @@ def added_up(
         made = one(first)
         whole = tree.map(torch.add, whole, made.sums) if whole else made.sums
         parts.append(made._replace(sums={}))
-    costs = [made.account for made in parts]
-    account = Account(*(sum(getattr(each, name) for each in costs) for name in TRAFFIC))
+
+    def account() -> Account:
+        costs = [made.account() for made in parts]
+        return Account(*(sum(getattr(each, name) for each in costs) for name in TRAFFIC))
+
     kept = {name: torch.cat([made.kept[name] for made in parts]) for name in parts[0].kept}
     losses, sizes = (torch.cat([getattr(made, name) for made in parts]) for name in ("losses", "sizes"))
     update = Update(over(cohort, device), {}, weight, {}, sums=whole)
-    return Answers(cohort.tolist(), lost, update, losses, lambda: account, kept, sizes)
-
-
-def _traffic(adapted: Params, count: int) -> list[wire.Traffic]:
-    """Return what each of so many clients received and sends; without masks it is the same for all."""
-    masks = {name: value.cpu() for name, value in adapted.items() if name.rpartition(".")[2] in FIXED}
-    if not masks:
-        return [wire.traffic(tree.unstack(adapted, 0))] * count
-    return [wire.traffic(tree.unstack(adapted | masks, i)) for i in range(count)]
+    return Answers(cohort.tolist(), lost, update, losses, account, kept, sizes)

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
+import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from ..core.types import Algorithm, ServerState
 from ..data.cohort import Pool, sizes_of
@@ -32,6 +36,8 @@ from .checkpoint import state_hash
 from .schedule import Schedule, Trained
 
 Item = TypeVar("Item")
+_LOOK = 0.05
+"""Seconds between two looks for ranks that have not come yet."""
 _GROUPS = 8
 """Groups that a cohort is cut into under vmap, where `chunk` says nothing: up to so many ranks have work."""
 
@@ -41,6 +47,8 @@ class Ranks(NamedTuple):
 
     rank: int
     size: int
+    attempt: int = 1
+    """Counts how often torchrun has started them, since one of them had died."""
 
     def all(self, value: Item) -> list[Item]:
         """Return what every rank gives, in their order."""
@@ -89,16 +97,31 @@ def _met(call: Callable[[], object]) -> None:
     try:
         call()
     except RuntimeError as error:  # torch's own class for it is one of these
-        reason = str(error).strip().partition("\n")[0]
-        raise FailedError(f"another rank of this run is gone ({reason}); go on with --resume") from None
+        raise FailedError(f"another rank of this run is gone ({_reason(error)}); go on with --resume") from None
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what torch says of a meeting that failed, without its source's path and its advice.
+
+    >>> _reason(RuntimeError("[/a/b/pair.cc:537] Read error [10.0.0.2]:17: Connection reset by peer. This is due to"))
+    'Read error [10.0.0.2]:17: Connection reset by peer'
+    """
+    first = str(error).strip().partition("\n")[0]
+    if "timed out" in first.lower() or "timeout" in first.lower():
+        return "no word from it within rank_wait; raise that where ranks are slow"
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". ")[0]
 
 
 def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def joined() -> Ranks | None:
-    """Meet the other processes that torchrun started, for as long as this one lives; None where it started none."""
+def joined(wait: float) -> Ranks | None:
+    """Meet the other processes that torchrun started, for as long as this one lives; None where it started none.
+
+    Where another one is not heard of for `wait` seconds when they meet, now or later, the run ends: a host whose link
+    is cut closes no connection.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     if not dist.is_initialized():
@@ -107,25 +130,46 @@ def joined() -> Ranks | None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         # NCCL wants a device for each rank.
         several = gpu and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
-        _met(lambda: _met_first("nccl" if several else "gloo"))
+        _met(lambda: _meet_first("nccl" if several else "gloo", wait))
         atexit.register(dist.destroy_process_group)
-    return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks(dist.get_rank(), dist.get_world_size(), *_attempts)
 
 
-def _met_first(backend: str) -> None:
-    """Find the other ranks. torchrun's store outlives a restart, so each attempt has names of its own in it."""
-    store, rank, size = next(iter(rendezvous("env://")))
-    named = PrefixStore(f"attempt {_attempt()}", store)
-    dist.init_process_group(backend, store=named, rank=rank, world_size=size)
+_attempts: list[int] = []
+"""The number of this attempt, once the ranks have met."""
 
 
-def _attempt() -> int:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def _meet_first(backend: str, wait: float) -> None:
+    """Find the other ranks."""
+    limit = timedelta(seconds=wait)
+    store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+    number = numbered(store, rank, size, wait)
+    named = PrefixStore(f"attempt {number}", store)
+    dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=limit)
+    _attempts.append(number)
 
 
-def restarted() -> bool:
-    """Whether torchrun has started these processes anew, since one of them had died."""
-    return _attempt() > 0
+def numbered(store: Store, rank: int, size: int, wait: float) -> int:
+    """Agree on the number of this attempt to run, from 1 on, by which its names in the store differ from earlier ones.
+
+    torchrun's store outlives a restart, and every host counts its own restarts alone. So rank 0 counts, and answers
+    words that no earlier attempt can have said.
+    """
+    if rank:
+        word = uuid4().hex
+        store.set(f"rank {rank}", word)
+        number = int(store.get(word))
+        store.add(f"heard {number}", 1)
+        return number
+    number, until = int(store.add("attempts", 1)), time.monotonic() + wait
+    while store.add(f"heard {number}", 0) < size - 1:
+        if time.monotonic() > until:
+            raise RuntimeError("timed out")
+        for other in range(1, size):
+            if store.check([f"rank {other}"]):
+                store.set(store.get(f"rank {other}").decode(), str(number))
+        time.sleep(_LOOK)
+    return number
 
 
 # --- who trains whom -------------------------------------------------------------------------------------------------

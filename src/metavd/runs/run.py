@@ -19,7 +19,7 @@ from ..data.partition import Federation
 from ..engine import attacks
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
 from ..engine.cohorts import in_process
-from ..engine.ranks import Ranks, joined, restarted
+from ..engine.ranks import Ranks, joined
 from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
 from ..engine.schedule.capture import captured
 from ..errors import FailedError
@@ -60,14 +60,14 @@ def run(
     """
     listener = listener or notebook.listener()
     experiment = with_settings(experiment or Experiment(), settings)
-    ranks = joined()
+    ranks = joined(experiment.rank_wait)
     if ranks is not None and ranks.rank:
         listener = Silent()
     data = data_of(experiment, source, listener.note)
     setup = prepare(experiment, data, module, ranks=ranks)
     with using(setup):
         if out is not None and (ranks is None or ranks.rank == 0):
-            resume = resume or restarted()
+            resume = resume or (ranks is not None and ranks.attempt > 1)  # torchrun has started it anew
             return _run(setup, Store(Path(out)), listener, resume=resume, trained_on=data, module=module)
         memory = Memory(listener)
         plan = _as_run(setup, None, memory, memory.tested)

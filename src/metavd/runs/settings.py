@@ -162,6 +162,10 @@ class Experiment:
         512, "clients whose answers are in memory at once; a larger cohort's are added up in parts; 0: all at once",
         low=0, high=_MANY, runtime=True, later=True, foreign="its server holds all answers of a round; leave it out",
     )  # fmt: skip
+    rank_wait: float = option(
+        600.0, "seconds that a process of several (torchrun) waits for the others before the run ends", low=1,
+        high=10**6, runtime=True, later=True, foreign="it is for one run over several processes; leave it out",
+    )  # fmt: skip
     device: str = option(
         "auto", "auto, cpu or cuda", runtime=True, foreign="every site chooses its own in its node config"
     )

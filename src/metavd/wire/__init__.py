@@ -1,7 +1,7 @@
 """Parameters on the wire: how many bytes they take, the container they travel in, what a server checks of an answer."""
 
 from .codec import counted, decode, encode
-from .count import Traffic, sparsity, traffic
+from .count import Traffic, sparsity, together, traffic
 from .guard import Expected, Guard, Limits, Rejected, Reply
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "decode",
     "encode",
     "sparsity",
+    "together",
     "traffic",
 ]

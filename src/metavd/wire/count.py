@@ -7,6 +7,7 @@ of `codec.encode` without its header: 144 bytes, and 75 per entry, or 120 where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..tree import Params
@@ -15,7 +16,7 @@ from .codec import stored_bytes
 
 
 class Traffic(NamedTuple):
-    """Bytes of one client's exchange in one round."""
+    """Bytes of one client's exchange in one round, or of several clients together."""
 
     down: int
     up: int
@@ -30,19 +31,35 @@ def traffic(params: Params, *, half: bool = False) -> Traffic:
     >>> traffic({"fc.weight": torch.ones(8, 4), "fc.mask": torch.tensor([[1.0, 0, 0, 0]] * 8)})
     Traffic(down=36, up=32, dense=128)
     """
-    dense = up = down = 0
-    for name, value in params.items():
-        if masks.is_mask(name):
-            down += masks.smallest(int(value.count_nonzero()), value.numel())[1]
-            continue
-        count, size = value.numel(), stored_bytes(value.dtype, half=half)
-        dense += count * size
-        mask = masks.mask_of(name, value.shape, params)
-        if mask is not None and count:
-            # A mask per input unit stands for that unit's whole column of weights.
-            count = count // mask.numel() * int(mask.count_nonzero())
-        up += count * size
-    return Traffic(up + down, up, dense)
+    return together({name: value[None] for name, value in params.items()}, half=half)()
+
+
+def together(params: Params, *, half: bool = False) -> Callable[[], Traffic]:
+    """Count the bytes of C clients' exchanges (C, ...); return what waits for the device and tells their sum.
+
+    It holds no weights: what the masks of all clients keep is counted at once.
+    """
+    told = {name: value.flatten(1).count_nonzero(1) for name, value in params.items() if masks.is_mask(name)}
+    one = {name: value.new_empty(value.shape[1:], device="meta") for name, value in params.items()}
+    clients = len(next(iter(params.values()), ()))  # some methods send nothing
+
+    def counted() -> Traffic:
+        kept = {name: value.tolist() for name, value in told.items()}
+        dense = up = down = 0
+        for name, value in one.items():
+            if masks.is_mask(name):
+                down += sum(masks.smallest(each, value.numel())[1] for each in kept[name])
+                continue
+            count, size = value.numel(), stored_bytes(value.dtype, half=half)
+            dense += clients * count * size
+            mask = masks.mask_of(name, value.shape, one)
+            if mask is None or not count:
+                up += clients * count * size
+            else:  # a mask per input unit stands for that unit's whole column of weights
+                up += count // mask.numel() * sum(kept[f"{name.rpartition('.')[0]}.mask"]) * size
+        return Traffic(up + down, up, dense)
+
+    return counted
 
 
 def sparsity(params: Params) -> dict[str, float]:

@@ -87,7 +87,7 @@ def stepwise(*, capture: bool, chunk: int = 0, otherwise: Train) -> Train:
         if not tabled(algorithm.train_batches):
             return otherwise(algorithm, pool, state, cohort)
         graphs = capture and algorithm.local.captured
-        sent, own = emitted(algorithm, state, over(cohort, pool.x.device)), held(algorithm, state, cohort.tolist())
+        sent, own = emitted(algorithm, state, cohort), held(algorithm, state, cohort.tolist())
         if not most[0] and capture and len(cohort) > _SAMPLE:
             most[0] = _affordable(algorithm, pool, state, cohort, sent | own)
         drawn = table(pool, algorithm.train_batches, algorithm.local.group, state, cohort)

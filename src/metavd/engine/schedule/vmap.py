@@ -38,10 +38,11 @@ def vmap(chunk: int = 0) -> Schedule:
     return Schedule("vmap", together(chunk), all_at_once(chunk))
 
 
-def emitted(algorithm: Algorithm, state: ServerState, clients: Tensor) -> Params:
-    """Return what clients receive, (C, ...); what they share is one tensor, expanded."""
-    shown, places = fetched(state, clients)
-    sent: Params = mapped(algorithm.emit.apply, (None, 0, None))(shown.params, places, state.round)
+def emitted(algorithm: Algorithm, state: ServerState, cohort: Tensor) -> Params:
+    """Return what a cohort receives, (C, ...), its numbers on the host; what all share is one tensor, expanded."""
+    shown, places = fetched(state, cohort)
+    here = over(places, state.key.device)
+    sent: Params = mapped(algorithm.emit.apply, (None, 0, None))(shown.params, here, state.round)
     return sent
 
 
@@ -95,7 +96,7 @@ def whole_turns(chunk: int = 0) -> Train:
     """Return the training of clients whose batches cannot be tabled: their whole turns run together, padded."""
 
     def train(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Tensor) -> Trained:
-        sent, now = emitted(algorithm, state, over(cohort, pool.x.device)), moment(state)
+        sent, now = emitted(algorithm, state, cohort), moment(state)
         kept = held(algorithm, state, cohort.tolist())
         drawn = (
             (place, train_batches(algorithm, pool, client, now, client)) for place, client in enumerate(cohort.tolist())
