@@ -107,3 +107,18 @@ class PerClient(Operator):
         """Give the kernel all clients."""
         found = cls.batched(*all_clients(info, in_dims, *values))
         return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
+
+
+class Constant(PerClient):
+    """An operator whose answers carry no gradient."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+        ctx.arguments = len(inputs)
+        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> tuple[None, ...]:  # noqa: ARG004
+        """Give nothing."""
+        return (None,) * ctx.arguments
