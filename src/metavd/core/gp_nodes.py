@@ -34,8 +34,8 @@ from ..ops import device
 from . import rng
 
 _OMEGA, _WHITE, _NOISE = range(3)  # tags that keep the draws of one sweep apart
-_SMALL = 8
-"""Rows up to which all nodes are padded alike."""
+_SMALL, _FINE = 16, 64
+"""Rows up to which all nodes are padded alike; rows from which on padding costs more than another launch."""
 _AT_ONCE = 1 << 26
 """Largest number of elements of the matrices that are factorised at once, or of what is integrated at once."""
 
@@ -189,13 +189,13 @@ class _Packed(NamedTuple):
 
 
 def _sizes(counts: np.ndarray) -> np.ndarray:
-    """Round numbers of rows up to one of two in every power of two.
+    """Round numbers of rows up to one of few sizes: powers of two, and from 64 on those between two of them too.
 
-    >>> _sizes(np.array([1, 8, 9, 12, 13, 250])).tolist()
-    [8, 8, 12, 12, 16, 256]
+    >>> _sizes(np.array([1, 16, 17, 65, 97, 250])).tolist()
+    [16, 16, 32, 96, 128, 256]
     """
-    power = 2.0 ** np.floor(np.log2(np.maximum(counts, _SMALL) - 0.5))
-    return np.where(counts <= 1.5 * power, 1.5 * power, 2.0 * power).clip(min=_SMALL).astype(np.int64)
+    power = 2.0 ** np.ceil(np.log2(np.maximum(counts, _SMALL)))
+    return np.where((counts <= 0.75 * power) & (power > _FINE), 0.75 * power, power).astype(np.int64)
 
 
 def _packed(mask: np.ndarray) -> np.ndarray:
@@ -315,20 +315,32 @@ class Question(NamedTuple):
     """(J, n); in a block (P, 1, m)."""
 
 
+class _Work(NamedTuple):
+    """What asking has computed, and what its gradient starts from."""
+
+    rows: _Packed
+    queries: _Packed
+    blocks: list[Question]
+    reaches: list[tuple[Tensor, Tensor, Tensor]]
+    """What `_reach` gives, for every block."""
+
+
+class _Desk:
+    """Where an operator leaves its work for its derivative: it has no axis of clients, so vmap cannot carry it."""
+
+    def __init__(self) -> None:
+        self.work: _Work | None = None
+
+
 def decide(question: Question, wanted: Tensor, inference: Inference) -> Tensor:
     """Log-probabilities (J, 2, B) of going left and right, of query rows at the nodes where they are `wanted` (J, B).
 
     Elsewhere, and at nodes without rows, both sides are equally likely. Gradients reach gram and cross.
     """
     gram, cross, omega, kappa = question
-    logs: Tensor = _Decide.apply(gram, cross, omega.detach(), kappa.detach(), wanted > 0, inference)  # type: ignore[no-untyped-call]
+    desk = _Desk() if torch.is_grad_enabled() and (gram.requires_grad or cross.requires_grad) else None
+    logs: Tensor = _Decide.apply(gram, cross, omega.detach(), kappa.detach(), wanted > 0, inference, desk)  # type: ignore[no-untyped-call]
     return logs
-
-
-def _logs(mean: Tensor, variance: Tensor, inference: Inference) -> Tensor:
-    # At least the jitter in exact arithmetic; rounding must not make the square root's gradient explode.
-    variance = torch.where(variance > inference.jitter, variance, inference.jitter)
-    return branches(mean, variance, log_average=inference.log_average, quadrature=inference.quadrature)
 
 
 def _asked(question: Question, wanted: Tensor, inference: Inference) -> tuple[_Packed, _Packed, list[Question]]:
@@ -343,32 +355,39 @@ def _asked(question: Question, wanted: Tensor, inference: Inference) -> tuple[_P
     return rows, queries, [Question(g, x, o.mT, k.mT) for g, x, o, k in zip(grams, crosses, *parts, strict=True)]
 
 
+def _logs(mean: Tensor, variance: Tensor, inference: Inference) -> Tensor:
+    # At least the jitter in exact arithmetic; rounding must not make the square root's gradient explode.
+    variance = torch.where(variance > inference.jitter, variance, inference.jitter)
+    return branches(mean, variance, log_average=inference.log_average, quadrature=inference.quadrature)
+
+
 def _decided(*given: Any) -> Tensor:
     """Log-probabilities (C, J, 2, B) of all clients; given as to `_Decide`."""
-    question, (wanted, inference) = Question(*given[:4]), given[4:]
+    question, (wanted, inference, desk) = Question(*given[:4]), given[4:]
     C, J, B = wanted.shape
-    _, queries, blocks = _asked(question, wanted, inference)
+    rows, queries, blocks = _asked(question, wanted, inference)
+    found, reaches = [question.gram.new_zeros(0, 2)], []
+    for block in blocks:
+        reach = _reach(*block)
+        found.append(_logs(*_moments(reach[2], inference.variance), inference).mT.flatten(0, 1))
+        if desk is not None:
+            reaches.append(reach)
+    if desk is not None:
+        desk.work = _Work(rows, queries, blocks, reaches)
     logs = question.gram.new_full((C, J, B + 1, 2), -math.log(2.0))
-    if blocks:
-        found = [_logs(*marginals(*block, inference.variance), inference) for block in blocks]
-        logs[queries.client, queries.node, queries.slot] = torch.cat([each.mT.flatten(0, 1) for each in found])
+    logs[queries.client, queries.node, queries.slot] = torch.cat(found)
     return logs[:, :, :B].mT.contiguous()
 
 
-def _slopes(g: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """Gradients by gram (C, n, n) and cross (C, n, B), given those by the log-probabilities.
-
-        d mean = alpha^T dk* - w^T dK alpha,   d var = w^T dK w - 2 w^T dk*
-
-    with alpha = S B^-1 S kappa / omega and w = S B^-1 S k*.
-    """
-    question, (wanted, inference) = Question(*given[:4]), given[4:]
-    rows, queries, blocks = _asked(question, wanted, inference)
-    totals = torch.zeros_like(question.gram), torch.zeros_like(question.cross)
+def _slopes(g: Tensor, gram: Tensor, cross: Tensor, inference: Inference, desk: _Desk) -> tuple[Tensor, Tensor]:
+    """Gradients by gram (C, n, n) and cross (C, n, B), given those by the log-probabilities."""
+    assert desk.work is not None  # since `_decided` comes first
+    rows, queries, blocks, reaches = desk.work
+    totals = torch.zeros_like(gram), torch.zeros_like(cross)
     if not blocks:
         return totals
     sides = _blocks(g[queries.client, queries.node, :, queries.row] * queries.real, queries.shapes)
-    slopes = [_block_slopes(block, side.mT, inference) for block, side in zip(blocks, sides, strict=True)]
+    slopes = [_block_slopes(reach, side.mT, inference) for reach, side in zip(reaches, sides, strict=True)]
     for total, second, parts in zip(totals, (rows, queries), zip(*slopes, strict=True), strict=True):
         place = torch.arange(total.numel(), device=total.device).view_as(total)
         index = torch.cat([each.flatten() for each in _between(place, rows, second)])
@@ -376,9 +395,14 @@ def _slopes(g: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     return totals
 
 
-def _block_slopes(block: Question, g: Tensor, inference: Inference) -> tuple[Tensor, Tensor]:
-    """Gradients by gram (P, m, m) and cross (P, m, b) of a block, given those (P, 2, b) by the log-probabilities."""
-    scale, factor, reach = _reach(*block)
+def _block_slopes(known: tuple[Tensor, Tensor, Tensor], g: Tensor, inference: Inference) -> tuple[Tensor, Tensor]:
+    """Gradients by gram (P, m, m) and cross (P, m, b) of a block, given those (P, 2, b) by the log-probabilities.
+
+        d mean = alpha^T dk* - w^T dK alpha,   d var = w^T dK w - 2 w^T dk*
+
+    with alpha = S B^-1 S kappa / omega and w = S B^-1 S k*.
+    """
+    scale, factor, reach = known
     with torch.enable_grad():
         mean, variance = (each.requires_grad_() for each in _moments(reach, inference.variance))
         by_mean, by_variance = torch.autograd.grad(_logs(mean, variance, inference), (mean, variance), g)
@@ -402,9 +426,14 @@ class _Decide(device.PerClient):
     batched = staticmethod(_decided)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs[:2])
+        ctx.given = inputs[5:]
+
+    @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         slopes = _Slopes.apply(g, *ctx.saved_tensors, *ctx.given)  # type: ignore[no-untyped-call]
-        return (*slopes, None, None, None, None)
+        return (*slopes, None, None, None, None, None)
 
 
 class _Slopes(device.PerClient):
