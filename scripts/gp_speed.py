@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.profiler import ProfilerActivity, profile
 
-from metavd.core import gp, gp_tree, rng
+from metavd.core import gp, rng
+from metavd.ops.class_tree import class_tree
 
 SPREAD = 2.0
 """Of rows around the mean of their class, whose entries are standard normal."""
@@ -85,7 +86,7 @@ def main() -> None:
     with torch.no_grad():
         posterior = vmap(condition)(*more)
         parts: dict[str, Callable[[], Any]] = {
-            "class trees": lambda: vmap(gp_tree.class_tree)(means, counts),
+            "class trees": lambda: vmap(class_tree)(means, counts),
             "conditioning": lambda: vmap(condition)(x, labels, mask, keys),
             "step: loss and gradient": step,
             f"conditioning of {given.asked}": lambda: vmap(condition)(*more),

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
-from metavd.core import gp, gp_nodes, gp_tree, rng
+from metavd.core import gp, gp_nodes, rng
 from metavd.core.gp_nodes import Inference
+from metavd.ops.class_tree import class_tree
 
 SMALL = Inference(chains=4, sweeps=2, terms=8)
 FEW = {"inference": SMALL}
@@ -226,7 +227,7 @@ def test_every_present_class_has_its_own_leaf(K, coincide):
     present[2::4] = 0
     k = int(present.sum())
     means = torch.zeros(K, 3) if coincide else torch.randn(K, 3, generator=source)
-    left, right = gp_tree.class_tree(means, present)
+    left, right = class_tree(means, present)
     assert left.shape == right.shape == (K - 1, K)
     used = (left + right).sum(-1) > 0
     assert used.tolist() == [True] * (k - 1) + [False] * (K - k)
@@ -241,7 +242,7 @@ def test_every_present_class_has_its_own_leaf(K, coincide):
 def test_root_separates_super_clusters():
     """Classes around two far points part at the root, and at each side's node its own two pairs part."""
     means = torch.tensor([[10.0, 0], [-10, 0.5], [10, 6], [-10, 8], [10, 0.5], [-10, 8.5], [99, 99]])
-    left, right = gp_tree.class_tree(means, torch.tensor([1.0, 1, 1, 1, 1, 1, 0]))
+    left, right = class_tree(means, torch.tensor([1.0, 1, 1, 1, 1, 1, 0]))
     splits = [{frozenset(side.nonzero().flatten().tolist()) for side in node} for node in zip(left, right, strict=True)]
     assert splits[0] == {frozenset({0, 2, 4}), frozenset({1, 3, 5})}
     for a, b in [({0, 4}, {2}), ({1}, {3, 5}), ({0}, {4}), ({3}, {5})]:
@@ -251,7 +252,7 @@ def test_root_separates_super_clusters():
 def test_lloyd_reaches_a_local_optimum():
     """No single class of a split node is nearer to the other side's centre."""
     means = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    left, right = gp_tree.class_tree(means, torch.ones(40), iterations=30)
+    left, right = class_tree(means, torch.ones(40), iterations=30)
     for a, b in zip(left > 0, right > 0, strict=True):
         centres = torch.stack([means[a].mean(0), means[b].mean(0)])
         nearest = torch.cdist(means, centres).argmin(-1)
@@ -264,8 +265,8 @@ def test_tree_of_many_classes_vmaps():
     source = torch.Generator().manual_seed(3)
     means = torch.randn(2, 100, 8, generator=source, dtype=torch.float64)
     present = (torch.rand(2, 100, generator=source) < 0.6).double()
-    batched = vmap(gp_tree.class_tree, randomness="error")(means, present)
-    looped = [torch.stack(side) for side in zip(*map(gp_tree.class_tree, means, present), strict=True)]
+    batched = vmap(class_tree, randomness="error")(means, present)
+    looped = [torch.stack(side) for side in zip(*map(class_tree, means, present), strict=True)]
     assert_close(batched, tuple(looped), rtol=0, atol=0)
 
 
@@ -497,7 +498,7 @@ def test_padding_may_stand_anywhere():
     keep = mask > 0
     labels = torch.nn.functional.one_hot(y, 3).double()
     keys = rng.split(rng.key(0), 9)
-    left, right = gp_tree.class_tree(blobs(3, 3, seed=2)[0], torch.ones(3))
+    left, right = class_tree(blobs(3, 3, seed=2)[0], torch.ones(3))
     holes, _ = gp._posterior(gp._Rows(x, labels * mask[:, None], keys), left, right, SMALL)
     whole, _ = gp._posterior(gp._Rows(x[keep], labels[keep], keys[keep]), left, right, SMALL)
     assert_close(holes[..., keep], whole, rtol=0, atol=1e-10)

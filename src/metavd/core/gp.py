@@ -1,9 +1,9 @@
 """Gaussian-process classification on a tree of classes (pFedGP), for one client, as pure functions of tensors.
 
-A client's classes are the leaves of a binary tree (`gp_tree`); every inner node is a binary GP classifier, sampled and
-asked in `gp_nodes`. A row that a node does not see takes no part there, and padding takes part nowhere, so shapes never
-depend on data. Randomness comes from keys folded per row, so padding moves no other row's draw. The samples carry no
-gradient; features learn through the kernel matrices alone.
+A client's classes are the leaves of a binary tree (`ops.class_tree`); every inner node is a binary GP classifier,
+sampled and asked in `gp_nodes`. A row that a node does not see takes no part there, and padding takes part nowhere, so
+shapes never depend on data. Randomness comes from keys folded per row, so padding moves no other row's draw. The
+samples carry no gradient; features learn through the kernel matrices alone.
 
 Cost for one client: `sweeps` + 1 Cholesky factors for each node's own rows and chain, and one more for the gradient;
 4/3 S n^3 / 3 operations each for all nodes of a balanced tree. `limit` bounds n.
@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.class_tree import class_tree
 from ..tree import Params
 from . import rng
 from .gp_nodes import Inference, Question, decide, gibbs
-from .gp_tree import class_tree
 
 PLAIN = Inference()
 

@@ -213,7 +213,7 @@ def _pack(masks: Sequence[Tensor], elements: Callable[..., int]) -> list[_Packed
     Problems come in the order of their rows in the first mask, from many to few. `elements` says how many numbers a
     problem with so many rows of each mask takes; a block takes `_AT_ONCE` at most. The device is asked once.
     """
-    device, (_, J, _) = masks[0].device, masks[0].shape
+    J = masks[0].shape[1]
     widths = [mask.shape[-1] for mask in masks]
     flags = torch.cat(list(masks), -1).flatten(0, 1).cpu().numpy()
     parts = np.split(flags, np.cumsum(widths)[:-1], axis=-1)
@@ -232,8 +232,7 @@ def _pack(masks: Sequence[Tensor], elements: Callable[..., int]) -> list[_Packed
     packed = []
     for blocks, width in zip(found, widths, strict=True):
         flat = np.concatenate([np.zeros((3, 0), np.int64), *(block.reshape(3, -1) for block in blocks)], axis=-1)
-        here = torch.from_numpy(flat)
-        client, node, slot = here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+        client, node, slot = device.over(torch.from_numpy(flat), masks[0].device)
         shapes = [(block.shape[1], block.shape[2]) for block in blocks]
         row, real = slot.clamp(max=width - 1), (slot < width)[:, None]
         packed.append(_Packed(client, node, row, slot, real, shapes, int((order % J).max(initial=-1)) + 1))
@@ -391,7 +390,7 @@ def _slopes(g: Tensor, gram: Tensor, cross: Tensor, inference: Inference, desk: 
     for total, second, parts in zip(totals, (rows, queries), zip(*slopes, strict=True), strict=True):
         place = torch.arange(total.numel(), device=total.device).view_as(total)
         index = torch.cat([each.flatten() for each in _between(place, rows, second)])
-        _add(total.view(-1), index, torch.cat([part.flatten() for part in parts]))
+        device.add_at(total.view(-1), index, torch.cat([part.flatten() for part in parts]))
     return totals
 
 
@@ -412,14 +411,6 @@ def _block_slopes(known: tuple[Tensor, Tensor, Tensor], g: Tensor, inference: In
     outer = weighed.transpose(1, 2).flatten(2) @ w.transpose(1, 2).flatten(2).mT
     by_gram = outer - (w @ by_mean[..., None])[..., 0].mT @ alpha
     return by_gram, alpha.mT @ by_mean - 2.0 * weighed.sum(1)
-
-
-def _add(total: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add values (N,) at places of a vector, in an order that does not depend on threads: each device has one way."""
-    if total.is_cuda:
-        total.index_put_((index,), values, accumulate=True)
-    else:
-        total.index_add_(0, index, values)
 
 
 class _Decide(device.PerClient):
