@@ -4,8 +4,9 @@
     scripts/gp_speed.py [--device cuda] [--clients 10] [--rows 385] [--classes 100] [--asked 130] [--profile]
 
 Prints the median milliseconds of a step (loss and gradient by features and inducing points), of the class trees and
-the sampling alone, and of an evaluation's two halves, conditioning and answering, for `--asked` clients. Labels are
-drawn by a Dirichlet distribution of 0.5 for every client. `--profile` adds the operators of a step that take longest.
+of conditioning alone, and of an evaluation's two halves, conditioning and answering, for `--asked` clients; also of
+the factors of all clients' roots, 20 chains each, and of PyTorch's own factors of the same matrices. Labels are drawn
+by a Dirichlet distribution of 0.5 for every client. `--profile` adds the operators of a step that take longest.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.func import grad_and_value, vmap
 from torch.profiler import ProfilerActivity, profile
 
 from metavd.core import gp, rng
+from metavd.ops.cholesky import factor
 from metavd.ops.class_tree import class_tree
 
 SPREAD = 2.0
@@ -80,12 +82,22 @@ def main() -> None:
     more = clients(given.asked, given.rows, classes, given.features, device)
     queries = more[0][:, : given.queries]
 
+    half = gp.normalized(x)[:, ::2]
+    gram, scale = gp.kernel(half, half), torch.rand(given.clients, 20, half.shape[1], device=device)
+
+    def torchs() -> Any:
+        matrix = scale[..., :, None] * gram[:, None] * scale[..., None, :]
+        matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        return torch.linalg.cholesky_ex(matrix)
+
     def step() -> Any:
         return vmap(grad_and_value(loss), randomness="error")({"x": x, "points": shared}, labels, mask, keys)
 
     with torch.no_grad():
         posterior = vmap(condition)(*more)
         parts: dict[str, Callable[[], Any]] = {
+            "factors of the roots": lambda: factor(gram, scale),
+            "the same by PyTorch": torchs,
             "class trees": lambda: vmap(class_tree)(means, counts),
             "conditioning": lambda: vmap(condition)(x, labels, mask, keys),
             "step: loss and gradient": step,

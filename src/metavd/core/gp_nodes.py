@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ..ops import device
+from ..ops.cholesky import factor
 from . import rng
 
 _OMEGA, _WHITE, _NOISE = range(3)  # tags that keep the draws of one sweep apart
@@ -94,14 +95,6 @@ def _whitened(omega: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor]:
     return root, torch.where(seen, kappa / torch.where(seen, root, 1.0), 0.0)
 
 
-def _factor(gram: Tensor, scale: Tensor) -> Tensor:
-    """Cholesky factor of B = I + S K S. All eigenvalues are at least 1, so float32 is safe and no check is needed."""
-    matrix = scale[..., :, None] * gram * scale[..., None, :]
-    matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    factor: Tensor = torch.linalg.cholesky_ex(matrix).L
-    return factor
-
-
 def latent(grams: Sequence[Tensor], omega: Tensor, kappa: Tensor, *, prior: Tensor, noise: Tensor) -> Tensor:
     """Draw f | omega, y of shape (M, S) by Matheron's rule from f0 = `prior` ~ N(0, K) and standard normals `noise`.
 
@@ -115,31 +108,31 @@ def latent(grams: Sequence[Tensor], omega: Tensor, kappa: Tensor, *, prior: Tens
     shapes = [(gram.shape[0], gram.shape[1]) for gram in grams]
     parts = (_blocks(value, shapes) for value in (scale, target - scale * prior - noise))
     for gram, root, residual in zip(grams, *parts, strict=True):
-        solved = torch.cholesky_solve(residual.mT[..., None], _factor(gram[:, None], root.mT))[..., 0]
+        solved = torch.cholesky_solve(residual.mT[..., None], factor(gram, root.mT))[..., 0]
         moves.append((gram @ (root * solved.mT)).flatten(0, 1))
     return prior + torch.cat(moves)
 
 
 def _reach(gram: Tensor, cross: Tensor, omega: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return S, the factor L of B, and L^-1 S k* (..., S, n, B + 1) with L^-1 S kappa / omega in the last column."""
+    """Return S, the factor L of B, and L^-1 S k* (P, S, m, b + 1) with L^-1 S kappa / omega in the last column."""
     scale, target = _whitened(omega, kappa)
-    factor = _factor(gram[..., None, :, :], scale)
-    wanted = torch.cat([scale[..., None] * cross[..., None, :, :], target[..., None]], -1)
-    return scale, factor, torch.linalg.solve_triangular(factor, wanted, upper=False)
+    lower = factor(gram, scale)
+    wanted = torch.cat([scale[..., None] * cross[:, None], target[..., None]], -1)
+    return scale, lower, torch.linalg.solve_triangular(lower, wanted, upper=False)
 
 
 def _moments(reach: Tensor, variance: float) -> tuple[Tensor, Tensor]:
-    """Mean and variance (..., S, B) of f* from what `_reach` gives."""
+    """Mean and variance (P, S, b) of f* from what `_reach` gives."""
     to_query, pull = reach[..., :-1], reach[..., -1:]
     return (to_query * pull).sum(-2), variance - to_query.square().sum(-2)
 
 
 def marginals(gram: Tensor, cross: Tensor, omega: Tensor, kappa: Tensor, variance: float) -> tuple[Tensor, Tensor]:
-    """Mean and variance (..., S, B) of f* at the query rows, given omega (..., S, n) and kappa (..., 1, n).
+    """Mean and variance (P, S, b) of f* at the query rows, given omega (P, S, m) and kappa (P, 1, m).
 
         mean = k*^T (K + Omega^-1)^-1 kappa / omega,   var = variance - k*^T (K + Omega^-1)^-1 k*
 
-    with (K + Omega^-1)^-1 = S B^-1 S, `cross` = k* (..., n, B) and `variance` the prior variance of f*.
+    with (K + Omega^-1)^-1 = S B^-1 S, K = `gram` (P, m, m), k* = `cross` (P, m, b), `variance` the prior's of f*.
     """
     return _moments(_reach(gram, cross, omega, kappa)[2], variance)
 
@@ -401,11 +394,11 @@ def _block_slopes(known: tuple[Tensor, Tensor, Tensor], g: Tensor, inference: In
 
     with alpha = S B^-1 S kappa / omega and w = S B^-1 S k*.
     """
-    scale, factor, reach = known
+    scale, lower, reach = known
     with torch.enable_grad():
         mean, variance = (each.requires_grad_() for each in _moments(reach, inference.variance))
         by_mean, by_variance = torch.autograd.grad(_logs(mean, variance, inference), (mean, variance), g)
-    solved = scale[..., None] * torch.linalg.solve_triangular(factor.mT, reach, upper=True)
+    solved = scale[..., None] * torch.linalg.solve_triangular(lower.mT, reach, upper=True)
     w, alpha = solved[..., :-1], solved[..., -1]
     weighed = w * by_variance[..., None, :]
     outer = weighed.transpose(1, 2).flatten(2) @ w.transpose(1, 2).flatten(2).mT
