@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.testing import assert_close
 
-from metavd.core import gp, rng
+from metavd.core import gp, gp_nodes, rng
+from metavd.core.gp_nodes import Inference
+from metavd.ops.class_tree import class_tree
 
-FEW = {"chains": 4, "sweeps": 2, "terms": 8}
+SMALL = Inference(chains=4, sweeps=2, terms=8)
+FEW = {"inference": SMALL}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,7 @@ def padded(x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def answer(x, y, mask, key, *, query, K, **options):
-    return gp.predictive(gp.condition(x, y, mask, key, K, **FEW, **options), query)
+    return gp.predictive(gp.condition(x, y, mask, key, K, **FEW, **options), query, **FEW)
 
 
 # --- Pólya-Gamma -----------------------------------------------------------------------------------------------------
@@ -53,7 +56,7 @@ def test_polya_gamma_has_the_closed_form_moments(c):
     """E = tanh(c/2)/(2c), Var = (sinh c - c)/(4 c^3 cosh^2(c/2)), with limits 1/4 and 1/24; PG(1,-c) = PG(1,c)."""
     mean = math.tanh(c / 2) / (2 * c) if c else 1 / 4
     variance = (math.sinh(c) - c) / (4 * c**3 * math.cosh(c / 2) ** 2) if c else 1 / 24
-    draws = gp.polya_gamma(rng.key(3), torch.full((200_000,), c, dtype=torch.float64), 20)
+    draws = gp_nodes.polya_gamma(rng.key(3), torch.full((200_000,), c, dtype=torch.float64), 20)
     assert draws.min() > 0
     assert abs(draws.mean() - mean) < 5 * math.sqrt(variance / len(draws))
     assert abs(draws.var() / variance - 1) < 0.03
@@ -63,14 +66,14 @@ def test_polya_gamma_is_continuous_at_zero():
     """One key, c -> 0: the branch near zero joins the general formula, with a finite gradient on both sides."""
     c = torch.tensor([0.0, 0.99e-4, 1.01e-4, 1e-3], dtype=torch.float64)
     keys = rng.key(0).expand(4)
-    draws = gp.polya_gamma(keys, c)
+    draws = gp_nodes.polya_gamma(keys, c)
     assert_close(draws, draws[:1].expand(4), rtol=0, atol=1e-6)
-    assert grad(lambda c: gp.polya_gamma(keys, c).sum())(c).isfinite().all()
+    assert grad(lambda c: gp_nodes.polya_gamma(keys, c).sum())(c).isfinite().all()
 
 
 def test_truncation_leaves_the_mean_exact():
     """The mean of the cut tail is added: even one term keeps E = 1/4, though not the variance."""
-    draws = gp.polya_gamma(rng.key(4), torch.zeros(200_000, dtype=torch.float64), 1)
+    draws = gp_nodes.polya_gamma(rng.key(4), torch.zeros(200_000, dtype=torch.float64), 1)
     assert abs(draws.mean() - 0.25) < 5 * math.sqrt(1 / 24 / len(draws))
 
 
@@ -97,7 +100,9 @@ def test_conditional_is_the_textbook_gaussian():
     kappa = torch.tensor([0.5, -0.5, -0.5, 0.5], dtype=torch.float64)
 
     def f(noise):
-        return gp.latent(gram, root, omega, kappa, white=noise[:n], noise=noise[n:])
+        prior, more = root @ noise[:n], noise[n:]
+        column = {"prior": prior[:, None], "noise": more[:, None]}
+        return gp_nodes.latent([gram[None]], omega[:, None], kappa[:, None], **column)[:, 0]
 
     zero = torch.zeros(2 * n, dtype=torch.float64)
     slope = torch.func.jacrev(f)(zero)
@@ -113,7 +118,7 @@ def test_marginals_are_gp_regression_on_pseudo_targets():
     gram, cross = gp.kernel(x, x) + 1e-3 * torch.eye(6), gp.kernel(x, query)
     omega = torch.tensor([0.2, 0.0, 0.4, 0.1, 0.0, 0.3], dtype=torch.float64)
     kappa = 0.5 * torch.tensor([1, 0, -1, 1, 0, -1], dtype=torch.float64)
-    mean, variance = gp.marginals(gram, cross, omega[None, None], kappa[None], 8.001)
+    mean, variance = gp_nodes.marginals(gram[None], cross[None], omega[None, None], kappa[None, None], 8.001)
     keep = omega > 0
     inverse = torch.linalg.inv(gram[keep][:, keep] + torch.diag(1 / omega[keep]))
     assert_close(mean[0, 0], cross[keep].mT @ inverse @ (kappa / omega)[keep], rtol=0, atol=1e-10)
@@ -128,10 +133,10 @@ def test_branches_integrate_the_logistic():
     weight = torch.softmax(-z.square() / 2, 0)
     f = mean[..., None] + variance.sqrt()[..., None] * z
     exact = (weight * torch.sigmoid(f)).sum(-1).mean(1)
-    assert_close(gp.branches(mean, variance)[:, 0].exp(), exact, rtol=1e-4, atol=0)
-    assert_close(gp.branches(mean, variance).exp().sum(1), torch.ones(1, 3, dtype=torch.float64))
+    assert_close(gp_nodes.branches(mean, variance)[:, 0].exp(), exact, rtol=1e-4, atol=0)
+    assert_close(gp_nodes.branches(mean, variance).exp().sum(1), torch.ones(1, 3, dtype=torch.float64))
     sides = [(weight * torch.nn.functional.logsigmoid(sign * f)).sum(-1).exp().mean(1) for sign in (1, -1)]
-    jensen = gp.branches(mean, variance, log_average=True)[:, 0].exp()
+    jensen = gp_nodes.branches(mean, variance, log_average=True)[:, 0].exp()
     assert_close(jensen, sides[0] / (sides[0] + sides[1]), rtol=1e-3, atol=0)
     assert (jensen - exact).abs().max() > 1e-3
 
@@ -171,13 +176,14 @@ def test_two_class_posterior_is_the_exact_integral(rows, y):
     kappa = 0.5 - labels.double()
     gram = gp.kernel(x, x) + 1e-3 * torch.eye(len(y))
     keys = rng.split(rng.key(5), len(y))[None]
-    omega = gp.gibbs(gram, kappa[None], keys, chains=10_000, sweeps=12)
-    mean, variance = gp.marginals(gram, gp.kernel(x, query), omega, kappa[None], 8.001)
+    many = Inference(chains=10_000, sweeps=12)
+    omega = gp_nodes.gibbs(gram, kappa[None], keys, many)
+    mean, variance = gp_nodes.marginals(gram[None], gp.kernel(x, query)[None], omega, kappa[None, None], 8.001)
     left, expected_omega = exact_left(x, kappa, query)
     assert ((omega[0].mean(0) - expected_omega).abs() < 4 * omega[0].std(0) / 100).all()
-    assert_close(gp.branches(mean, variance)[0, 0].exp(), left, rtol=0, atol=0.006)
+    assert_close(gp_nodes.branches(mean, variance)[0, 0].exp(), left, rtol=0, atol=0.006)
     if len(set(y)) == 2:  # the whole way through, where the client's tree has a node
-        posterior = gp.condition(x, labels, None, rng.key(6), 2, chains=10_000, sweeps=12)
+        posterior = gp.condition(x, labels, None, rng.key(6), 2, inference=many)
         probs = gp.predictive(posterior, query, novel="zero")
         assert_close(probs, torch.stack([left, 1 - left], 1), rtol=0, atol=0.006)
 
@@ -186,12 +192,12 @@ def test_predictive_uses_the_prior_it_is_given():
     """For two classes the answer is the node's own: rows' covariance K + jitter I, queries' variance scale + jitter."""
     x, y = blobs(6, 2)
     query, _ = blobs(5, 2, seed=1)
-    prior = gp.Prior(scale=3.0, length=0.5, jitter=0.01)
-    posterior = gp.condition(x, y, None, rng.key(0), 2, prior=prior, **FEW)
+    inference = SMALL._replace(scale=3.0, length=0.5, jitter=0.01)
+    posterior = gp.condition(x, y, None, rng.key(0), 2, inference=inference)
     gram, cross = gp.kernel(x, x, 3.0, 0.5) + 0.01 * torch.eye(6), gp.kernel(x, query, 3.0, 0.5)
-    marginals = gp.marginals(gram, cross, posterior["gp.omega"], posterior["gp.kappa"], 3.01)
-    left, right = gp.branches(*marginals)[0].exp()
-    probs = gp.predictive(posterior, query, novel="zero", prior=prior)
+    marginals = gp_nodes.marginals(gram[None], cross[None], posterior["gp.omega"], posterior["gp.kappa"][None], 3.01)
+    left, right = gp_nodes.branches(*marginals)[0].exp()
+    probs = gp.predictive(posterior, query, novel="zero", inference=inference)
     assert_close(probs, torch.stack([left, right], 1), rtol=0, atol=1e-10)
 
 
@@ -201,7 +207,9 @@ def test_order_of_rows_does_not_matter_in_the_limit():
     order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
     query, _ = blobs(6, 3, seed=2)
     first, second = (
-        gp.predictive(gp.condition(x[rows], y[rows], None, rng.key(8), 3, chains=2000, sweeps=15), query)
+        gp.predictive(
+            gp.condition(x[rows], y[rows], None, rng.key(8), 3, inference=Inference(chains=2000, sweeps=15)), query
+        )
         for rows in (torch.arange(8), order)
     )
     assert_close(first, second, rtol=0, atol=0.02)
@@ -219,7 +227,7 @@ def test_every_present_class_has_its_own_leaf(K, coincide):
     present[2::4] = 0
     k = int(present.sum())
     means = torch.zeros(K, 3) if coincide else torch.randn(K, 3, generator=source)
-    left, right = gp.class_tree(means, present)
+    left, right = class_tree(means, present)
     assert left.shape == right.shape == (K - 1, K)
     used = (left + right).sum(-1) > 0
     assert used.tolist() == [True] * (k - 1) + [False] * (K - k)
@@ -234,7 +242,7 @@ def test_every_present_class_has_its_own_leaf(K, coincide):
 def test_root_separates_super_clusters():
     """Classes around two far points part at the root, and at each side's node its own two pairs part."""
     means = torch.tensor([[10.0, 0], [-10, 0.5], [10, 6], [-10, 8], [10, 0.5], [-10, 8.5], [99, 99]])
-    left, right = gp.class_tree(means, torch.tensor([1.0, 1, 1, 1, 1, 1, 0]))
+    left, right = class_tree(means, torch.tensor([1.0, 1, 1, 1, 1, 1, 0]))
     splits = [{frozenset(side.nonzero().flatten().tolist()) for side in node} for node in zip(left, right, strict=True)]
     assert splits[0] == {frozenset({0, 2, 4}), frozenset({1, 3, 5})}
     for a, b in [({0, 4}, {2}), ({1}, {3, 5}), ({0}, {4}), ({3}, {5})]:
@@ -244,7 +252,7 @@ def test_root_separates_super_clusters():
 def test_lloyd_reaches_a_local_optimum():
     """No single class of a split node is nearer to the other side's centre."""
     means = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    left, right = gp.class_tree(means, torch.ones(40), iterations=30)
+    left, right = class_tree(means, torch.ones(40), iterations=30)
     for a, b in zip(left > 0, right > 0, strict=True):
         centres = torch.stack([means[a].mean(0), means[b].mean(0)])
         nearest = torch.cdist(means, centres).argmin(-1)
@@ -257,8 +265,8 @@ def test_tree_of_many_classes_vmaps():
     source = torch.Generator().manual_seed(3)
     means = torch.randn(2, 100, 8, generator=source, dtype=torch.float64)
     present = (torch.rand(2, 100, generator=source) < 0.6).double()
-    batched = vmap(gp.class_tree, randomness="error")(means, present)
-    looped = [torch.stack(side) for side in zip(*map(gp.class_tree, means, present), strict=True)]
+    batched = vmap(class_tree, randomness="error")(means, present)
+    looped = [torch.stack(side) for side in zip(*map(class_tree, means, present), strict=True)]
     assert_close(batched, tuple(looped), rtol=0, atol=0)
 
 
@@ -271,7 +279,9 @@ def test_probabilities_sum_to_one(novel, log_average):
     """A distribution over all K classes, whichever the client has seen."""
     x, y = blobs(12, 4)
     y = torch.tensor([1, 3, 4, 6])[y]
-    probs = gp.predictive(gp.condition(x, y, None, rng.key(0), 8, **FEW), x, novel=novel, log_average=log_average)
+    inference = SMALL._replace(log_average=log_average)
+    posterior = gp.condition(x, y, None, rng.key(0), 8, inference=inference)
+    probs = gp.predictive(posterior, x, novel=novel, inference=inference)
     assert probs.shape == (12, 8)
     assert (probs >= 0).all()
     assert_close(probs.sum(-1), torch.ones(12, dtype=torch.float64))
@@ -382,7 +392,8 @@ def test_loss_and_gradient_are_finite_at_the_edges(n, real, classes, log_average
     inducing = None if points is None else 0.01 * blobs(6 * points, 6)[0].reshape(6, points, 4)
 
     def objective(x):
-        return gp.loss(x, y, mask, rng.key(0), 6, points=inducing, log_average=log_average, **FEW)
+        inference = SMALL._replace(log_average=log_average)
+        return gp.loss(x, y, mask, rng.key(0), 6, points=inducing, inference=inference)
 
     value, slope = objective(x), grad(objective)(x)
     assert value.isfinite()
@@ -412,7 +423,9 @@ def test_samples_carry_no_gradient():
     x, _ = blobs(4, 2)
     kappa = torch.tensor([[0.5, -0.5, 0.5, -0.5]], dtype=torch.float64)
     gram = gp.kernel(x, x) + 1e-3 * torch.eye(4)
-    slope = grad(lambda gram: gp.gibbs(gram, kappa, rng.split(rng.key(0), 4)[None], **FEW).sum() + 0 * gram.sum())(gram)
+    slope = grad(
+        lambda gram: gp_nodes.gibbs(gram, kappa, rng.split(rng.key(0), 4)[None], SMALL).sum() + 0 * gram.sum()
+    )(gram)
     assert (slope == 0).all()
 
 
@@ -485,10 +498,9 @@ def test_padding_may_stand_anywhere():
     keep = mask > 0
     labels = torch.nn.functional.one_hot(y, 3).double()
     keys = rng.split(rng.key(0), 9)
-    left, right = gp.class_tree(blobs(3, 3, seed=2)[0], torch.ones(3))
-    options = {"prior": gp.PRIOR, "chunk": None, **FEW}
-    holes, _ = gp._posterior(gp._Rows(x, labels * mask[:, None], keys), left, right, **options)
-    whole, _ = gp._posterior(gp._Rows(x[keep], labels[keep], keys[keep]), left, right, **options)
+    left, right = class_tree(blobs(3, 3, seed=2)[0], torch.ones(3))
+    holes, _ = gp._posterior(gp._Rows(x, labels * mask[:, None], keys), left, right, SMALL)
+    whole, _ = gp._posterior(gp._Rows(x[keep], labels[keep], keys[keep]), left, right, SMALL)
     assert_close(holes[..., keep], whole, rtol=0, atol=1e-10)
     assert (holes[..., ~keep] == 0).all()
 
@@ -527,14 +539,70 @@ def test_vmap_is_the_loop(clients):
         assert_close(batched, looped(function, *inputs), rtol=0, atol=1e-10)
 
 
-def test_chunks_change_nothing(clients):
-    """Treating two nodes at a time gives the numbers of all at once."""
-    x, y, mask, key, *_ = (part[0] for part in clients)
-    posterior, parts = (gp.condition(x, y, mask, key, 4, chunk=chunk, **FEW) for chunk in (None, 2))
-    assert_close(parts, posterior, rtol=0, atol=1e-10)
-    assert_close(gp.predictive(posterior, x, chunk=2), gp.predictive(posterior, x), rtol=0, atol=1e-10)
-    losses = [gp.loss(x, y, mask, key, 4, chunk=chunk, **FEW) for chunk in (None, 2)]
-    assert_close(losses[0], losses[1], rtol=0, atol=1e-10)
+def dense_gibbs(gram, kappa, keys, inference):
+    """Sample every node with all of a client's rows, used or not: what `gibbs` must give."""
+    root, branch = torch.linalg.cholesky(gram), kappa[:, None]
+
+    def normal(sweep, tag):
+        return rng.normal(rng.fold(keys, sweep, tag), [inference.chains], kappa.dtype).mT
+
+    def augment(sweep, f):
+        drawn = gp_nodes.polya_gamma(rng.fold(keys, sweep, gp_nodes._OMEGA), f.mT, inference.terms).mT
+        return torch.where(branch != 0, drawn, 0.0)
+
+    omega = augment(0, normal(0, gp_nodes._WHITE) @ root.mT)
+    for sweep in range(1, inference.sweeps + 1):
+        prior = normal(sweep, gp_nodes._WHITE) @ root.mT
+        scale, target = gp_nodes._whitened(omega, branch)
+        inner = torch.eye(len(gram)) + scale[..., :, None] * gram * scale[..., None, :]
+        residual = target - scale * prior - normal(sweep, gp_nodes._NOISE)
+        omega = augment(sweep, prior + (scale * torch.linalg.solve(inner, residual)) @ gram)
+    return omega
+
+
+def dense_decide(gram, cross, omega, kappa, inference):
+    """Ask every node about every query row, by an inverse: what `decide` must give, with autograd's derivative."""
+    scale, target = gp_nodes._whitened(omega, kappa[:, None])
+    inner = torch.eye(len(gram)) + scale[..., :, None] * gram * scale[..., None, :]
+    solved = scale[..., None] * torch.linalg.solve(inner, torch.cat([scale[..., None] * cross, target[..., None]], -1))
+    mean, spread = (cross * solved[..., -1:]).sum(-2), (cross * solved[..., :-1]).sum(-2)
+    return gp_nodes.branches(mean, inference.variance - spread, log_average=inference.log_average)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 26])
+def test_packed_nodes_are_the_dense_ones(clients, monkeypatch, at_once):
+    """Parity: each node with its own rows, beside others of its size, draws and answers as with all rows.
+
+    Also if every problem is a block of its own; gradients by both kernel matrices too.
+    """
+    monkeypatch.setattr(gp_nodes, "_AT_ONCE", at_once)
+    x, y, mask, keys, *_ = clients
+    query = blobs(5, 4, seed=11)[0]
+    wanted = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]) > 0
+    weight = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def both(x, y, mask, key, *, packed):
+        rows = gp._own(x, y, mask, key, 4)
+        _, left, right = gp._grow(rows)
+        kappa, cross = 0.5 * (left - right) @ rows.labels.mT, gp.kernel(rows.features, query)
+        gram = gp.kernel(rows.features, rows.features) + 1e-3 * torch.eye(len(x))
+        names = rng.fold(rows.keys, torch.arange(3)[:, None])
+        omega = (gp_nodes.gibbs if packed else dense_gibbs)(gram, kappa, names, SMALL)
+
+        def value(gram, cross):
+            if packed:
+                logs = gp_nodes.decide(gp_nodes.Question(gram, cross, omega, kappa), wanted, SMALL)
+            else:
+                logs = torch.where(wanted[:, None], dense_decide(gram, cross, omega, kappa, SMALL), -math.log(2))
+            return (weight * logs).sum()
+
+        by_gram, by_cross = grad(value, (0, 1))(gram, cross)
+        return torch.cat([part.flatten() for part in (omega, value(gram, cross), by_gram + by_gram.mT, by_cross)])
+
+    inputs = (x, y, mask, keys)
+    dense = looped(lambda *one: both(*one, packed=False), *inputs)
+    assert_close(looped(lambda *one: both(*one, packed=True), *inputs), dense, rtol=0, atol=1e-10)
+    assert_close(vmap(lambda *one: both(*one, packed=True), randomness="error")(*inputs), dense, rtol=0, atol=1e-10)
 
 
 # --- inducing points -------------------------------------------------------------------------------------------------
@@ -562,7 +630,7 @@ def test_points_are_rows_with_labels():
     x, y = blobs(5, 2, spread=3.0)
     points = blobs(2, 2, seed=2)[0].reshape(2, 1, 4)
     query, _ = blobs(4, 2, seed=1)
-    options = {"chains": 2000, "sweeps": 15}
+    options = {"inference": Inference(chains=2000, sweeps=15)}
     lent = gp.condition(x, y, None, rng.key(0), 2, points=points, borrow=1.0, **options)
     rows, labels = torch.cat([x, points.flatten(0, 1)]), torch.cat([y, torch.arange(2)])
     owned = gp.condition(rows, labels, None, rng.key(1), 2, **options)
@@ -575,7 +643,7 @@ def test_limit_cuts_what_conditions_but_not_what_counts():
     x, y = blobs(10, 2)
     points = blobs(10, 5, seed=2)[0].reshape(5, 2, 4)
     posterior = gp.condition(x, y, None, rng.key(0), 5, points=points, limit=6, **FEW)
-    assert posterior["gp.omega"].shape == (4, FEW["chains"], 6 + 10)
+    assert posterior["gp.omega"].shape == (4, SMALL.chains, 6 + 10)
     assert posterior["gp.counts"].sum() == 10
     moved = x.clone()
     moved[6:] += 1.0

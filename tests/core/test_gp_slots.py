@@ -9,11 +9,13 @@ from torch.testing import assert_close
 
 from metavd import methods
 from metavd.core import emit, gp, gp_slots, rng
+from metavd.core.gp_nodes import Inference
 from metavd.core.gp_slots import POINTS, Tree
 from metavd.core.model import headless
 from metavd.core.types import NEW, Update
 
-TREE = Tree(num_classes=3, chains=4, sweeps=2)
+FEW = Inference(chains=4, sweeps=2)
+TREE = Tree(num_classes=3, inference=FEW)
 ROUND = torch.zeros(()).double()
 OPTIONS = {"chains": 4, "sweeps": 2, "inducing": 2}
 
@@ -42,7 +44,7 @@ def test_objective_is_the_predictive_likelihood_of_features(slots, make_batch):
     batch = make_batch(12)
     loss = gp_slots.predictive_likelihood(model, TREE)
     wanted = gp.loss(model.features(params, batch.x), batch.y, None, batch.key, 3, points=params[POINTS], limit=400,
-                     chains=4, sweeps=2)  # fmt: skip
+                     inference=FEW)  # fmt: skip
     assert_close(loss(params, batch, params), wanted)
     assert wanted > 0
     slopes = grad(loss)(params, batch, params)
@@ -65,12 +67,11 @@ def test_personalisation_conditions_on_the_clients_rows(slots, make_batch):
         3,
         points=params[POINTS],
         limit=400,
-        chains=4,
-        sweeps=2,
+        inference=FEW,
     )
     assert_close({name: own[name] for name in posterior}, posterior)
     probs = gp_slots.tree_prediction(model, TREE)(own, query, rng.key(9)).probs
-    assert_close(probs, gp.predictive(posterior, model.features(params, query)))
+    assert_close(probs, gp.predictive(posterior, model.features(params, query), inference=FEW))
     assert_close(probs.sum(-1), torch.ones(5).double())
 
 
@@ -107,7 +108,7 @@ def test_classes_never_seen(slots, make_batch, novel, share):
     """A class without rows gets Laplace's 1/(n + K), or nothing, as in pFedGP."""
     model, _, params = slots
     batch = make_batch(9, classes=2)
-    tree = Tree(num_classes=3, chains=4, sweeps=2, novel=novel)
+    tree = Tree(num_classes=3, inference=FEW, novel=novel)
     own, _ = gp_slots.conditioned(model, tree)(params, [batch])
     probs = gp_slots.tree_prediction(model, tree)(own, make_batch(4, seed=2).x, rng.key(0)).probs
     assert_close(probs[:, 2], torch.full((4,), share).double())
@@ -125,7 +126,7 @@ def test_unseen_clients_borrow_points(slots, make_batch):
     features = model.features(params, batch.x)
     for posterior, borrow in ((own, 1.0), (known, 0.0)):
         wanted = gp.condition(
-            features, batch.y, None, batch.key, 3, points=params[POINTS], borrow=borrow, limit=400, chains=4, sweeps=2
+            features, batch.y, None, batch.key, 3, points=params[POINTS], borrow=borrow, limit=400, inference=FEW
         )
         assert_close(posterior["gp.omega"], wanted["gp.omega"])
     assert (own["gp.omega"][..., 6:] > 0).any()

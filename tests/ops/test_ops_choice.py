@@ -14,7 +14,7 @@ from torch import Tensor
 
 import metavd
 from metavd.core import rng
-from metavd.ops import conv, dense, device, hashing, images, loss, posterior
+from metavd.ops import cholesky, class_tree, conv, dense, device, hashing, images, loss, posterior
 from metavd.ops.posterior import Bounds
 from metavd.ops.precision import EXACT
 
@@ -51,6 +51,10 @@ def noisy(*shape: int, bias: bool = True, dtype: torch.dtype = torch.float32) ->
     return dense.noisy(mean, ones(shape[-1], dtype=dtype) if bias else None, mean, KEYS, 1e-10, 0.1)
 
 
+def tree(classes: int = 3, dtype: torch.dtype = torch.float32) -> Any:
+    return class_tree.class_tree(ones(classes, 2, dtype=dtype), ones(classes))
+
+
 DOUBLE = torch.float64
 THROUGH = BOUNDS._replace(clamp="through")
 CASES: dict[str, tuple[Any, Callable[[], Any], bool]] = {
@@ -82,6 +86,11 @@ CASES: dict[str, tuple[Any, Callable[[], Any], bool]] = {
     "a KL with the released epsilon": (posterior, lambda: kl(epsilon="variance"), False),
     "a KL in float64": (posterior, lambda: kl(dtype=DOUBLE), False),
     "a gate": (posterior, lambda: posterior.gate(ones(3), ones(3), 0.0, 1.0), True),
+    "a tree of classes": (class_tree, tree, True),
+    "a tree of many classes": (class_tree, lambda: tree(classes=129), False),
+    "a tree in float64": (class_tree, lambda: tree(dtype=DOUBLE), False),
+    "factors": (cholesky, lambda: cholesky.factor(ones(1, 2, 2), ones(1, 3, 2)), True),
+    "factors in float64": (cholesky, lambda: cholesky.factor(ones(1, 2, 2).double(), ones(1, 3, 2).double()), False),
     "images": (images, lambda: rows(LOOK), True),
     "images of several datasets": (images, lambda: rows(None), False),
     "images in float64": (images, lambda: rows((1.0, LOOK[1].double(), LOOK[2].double())), False),
@@ -102,8 +111,10 @@ def test_who_computes(case: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> 
         raise LaunchedError
 
     names = ("mix", "normal", "take", "taps", "pool", "bias_leaky_relu", "noisy", "cross_entropy", "variance", "kl",
-             "gate", "images")  # fmt: skip
-    fake = SimpleNamespace(MOST_COLUMNS=64, TAPS=2, ALONG=0, AGAINST=1, **dict.fromkeys(names, launch))
+             "gate", "images", "class_tree", "factor")  # fmt: skip
+    fake = SimpleNamespace(
+        MOST_COLUMNS=64, MOST_CLASSES=128, TAPS=2, ALONG=0, AGAINST=1, **dict.fromkeys(names, launch)
+    )
     monkeypatch.setattr(module, "_kernels", lambda: fake)
     # Integers have kernels of their own: a reference may draw its numbers with them.
     monkeypatch.setattr(device, "has_kernels", lambda *v: gpu and (module is hashing or v[0].is_floating_point()))

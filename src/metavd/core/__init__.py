@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import aggregate as aggregate
     from . import dbe as dbe
     from . import emit as emit
+    from . import gp_nodes as gp_nodes
     from . import gp_slots as gp_slots
     from . import lda as lda
     from . import local as local

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..tree import Params
 from . import gp, rng
+from .gp_nodes import Inference
 from .types import NEW, Admit, Answer, Batch, Emit, Local, Model, Move, Objective, Predict
 
 POINTS = "gp_points"
@@ -22,8 +23,7 @@ class Tree:
     """Hyper-parameters of a client's tree."""
 
     num_classes: int
-    chains: int = 20
-    sweeps: int = 5
+    inference: Inference = gp.PLAIN
     limit: int = 400
     novel: Literal["laplace", "zero"] = "laplace"
     always: bool = False
@@ -49,7 +49,7 @@ def predictive_likelihood(model: Model, tree: Tree) -> Objective:
     def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001
         return gp.loss(
             model.features(params, batch.x), batch.y, batch.mask, batch.key, tree.num_classes,
-            points=params[POINTS], limit=tree.limit, chains=tree.chains, sweeps=tree.sweeps,
+            points=params[POINTS], limit=tree.limit, inference=tree.inference,
         )  # fmt: skip
 
     return objective
@@ -63,7 +63,7 @@ def conditioned(model: Model, tree: Tree) -> Local:
         borrow = torch.ones_like(points[0, 0, 0]) if tree.always else params.get(_BORROW, points.new_zeros(()))
         return gp.condition(
             features, y, mask, key, tree.num_classes, points=points, borrow=borrow, limit=tree.limit,
-            chains=tree.chains, sweeps=tree.sweeps,
+            inference=tree.inference,
         )  # fmt: skip
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
@@ -85,7 +85,8 @@ def tree_prediction(model: Model, tree: Tree) -> Predict:
     """Answer from the conditioned tree."""
 
     def predict(own: Params, x: Tensor, key: Tensor) -> Answer:  # noqa: ARG001
-        return Answer(gp.predictive(own, model.features(own, x), novel=tree.novel), {})
+        probs = gp.predictive(own, model.features(own, x), novel=tree.novel, inference=tree.inference)
+        return Answer(probs, {})
 
     return predict
 

@@ -235,8 +235,8 @@ class Local:
     """Where the steps ended -> what the client ends with, also one without any batch; None: that."""
 
     captured: bool = True
-    """Whether a GPU may keep its step as a CUDA graph: not where a library within it takes memory or waits for the
-    host, as batched Cholesky solves do in torch up to 2.11."""
+    """Whether a GPU may keep its step as a CUDA graph: not where its shapes depend on values, or where a library within
+    it takes memory or waits for the host, as batched Cholesky solves do in torch up to 2.11."""
 
     def land(self, params: Params, move: Move) -> Params:
         """End a step: return the changed parameters."""

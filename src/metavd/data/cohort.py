@@ -18,6 +18,7 @@ from ..core import rng
 from ..core.types import LABELS, Batch, Sampling
 from ..errors import SpecError
 from ..ops import images
+from ..ops.device import over
 from ..ops.images import Look, crop_and_flip
 from ..tree import Params
 from .partition import Federation
@@ -244,11 +245,6 @@ def about(pool: Pool, clients: Iterable[int], sampling: Sampling) -> Params:
     y, train = pool.federation.source.y, pool.federation.train
     counts = [np.bincount(y[train[client]], minlength=sampling.classes) for client in clients]
     return {LABELS: over(torch.from_numpy(np.stack(counts)), pool.x.device).to(pool.dtype)}
-
-
-def over(values: Tensor, device: torch.device) -> Tensor:
-    """Bring host values to a device; a GPU takes them when it comes to that, and the host does not wait for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def draw(pool: Pool, clients: np.ndarray, made: Plan, keys: Tensor) -> tuple[Tensor, Tensor]:

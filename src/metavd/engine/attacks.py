@@ -18,8 +18,9 @@ from torch import Tensor
 from ..core import rng
 from ..core.local import FIXED
 from ..core.types import Update
-from ..data.cohort import Pool, over
+from ..data.cohort import Pool
 from ..errors import SpecError
+from ..ops.device import over
 from ..schema import nearest, numbers
 from ..tree import Params
 from .turn import Moment

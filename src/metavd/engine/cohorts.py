@@ -12,7 +12,8 @@ from torch import Tensor
 from .. import tree, wire
 from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState, Update
-from ..data.cohort import Pool, arriving, choose, over, sizes_of, tossed
+from ..data.cohort import Pool, arriving, choose, sizes_of, tossed
+from ..ops.device import over
 from ..tree import Params
 from .attacks import Attack, deceived, falsified
 from .rounds import TRAFFIC, Account, Answers, Record, Transport

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..core.types import Algorithm, Keep, Kept, ServerState
-from ..data.cohort import over
+from ..ops.device import over
 from ..tree import Params
 
 IN_MEMORY = 4 << 30

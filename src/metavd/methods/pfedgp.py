@@ -73,8 +73,8 @@ def pfedgp(parts: Parts, o: PFedGPOptions) -> Algorithm:
     classes = parts.setting.num_classes
     points = o.inducing or max(1, 30 // classes)
     tree = slots.Tree(
-        num_classes=classes, chains=o.chains, sweeps=o.sweeps, limit=o.limit, novel=o.novel,
-        always=o.test_points == "always",
+        num_classes=classes, inference=core.gp_nodes.Inference(chains=o.chains, sweeps=o.sweeps), limit=o.limit,
+        novel=o.novel, always=o.test_points == "always",
     )  # fmt: skip
     model = core.model.headless(parts.model)
     emits = slots.with_points(core.emit.shared(model), model, classes, points)

@@ -49,6 +49,22 @@ def rehearse(function: Callable[[], Any]) -> None:
         rehearse(function)
 
 
+def over(values: Tensor, device: torch.device) -> Tensor:
+    """Bring host values to a device; a GPU takes them when it comes to that, and the host does not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def add_at(total: Tensor, index: Tensor, values: Tensor) -> None:
+    """Add values (N,) to a vector at places (N,), one place several times too, always in the same order.
+
+    Of PyTorch's two ways one keeps to an order on a GPU and the other on a CPU, whatever the number of threads.
+    """
+    if total.is_cuda:
+        total.index_put_((index,), values, accumulate=True)
+    else:
+        total.index_add_(0, index, values)
+
+
 def aligned(info: Any, in_dims: tuple[int | None, ...], *values: Tensor, axis: int = 0) -> list[Tensor]:
     """Bring the client axis of every argument to one place; what clients share is repeated."""
     return [
@@ -107,3 +123,18 @@ class PerClient(Operator):
         """Give the kernel all clients."""
         found = cls.batched(*all_clients(info, in_dims, *values))
         return found, 0 if isinstance(found, Tensor) else (0,) * len(found)
+
+
+class Constant(PerClient):
+    """An operator whose answers carry no gradient."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+        ctx.arguments = len(inputs)
+        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> tuple[None, ...]:  # noqa: ARG004
+        """Give nothing."""
+        return (None,) * ctx.arguments

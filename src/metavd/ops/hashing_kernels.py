@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .launch import kernel
 
+_BLOCK = 1024
+"""Pairs of normal numbers of one program."""
+
 
 @triton.jit
 def mixed(z):
@@ -33,13 +36,13 @@ def polar(key, pair):
 
 
 @kernel()
-def _normal(keys, out, count, half, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    index = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    radius, angle = polar(tl.load(keys + row), index)
+def _normal(keys, out, rows, count, half, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    index = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+    radius, angle = polar(tl.load(keys + row, mask=row < rows, other=0), index)
     at = out + row * count + 2 * index
-    tl.store(at, radius * tl.cos(angle), mask=index < half)
-    tl.store(at + 1, radius * tl.sin(angle), mask=2 * index + 1 < count)
+    tl.store(at, radius * tl.cos(angle), mask=(row < rows) & (index < half))
+    tl.store(at + 1, radius * tl.sin(angle), mask=(row < rows) & (2 * index + 1 < count))
 
 
 def mix(z: Tensor) -> Tensor:
@@ -57,6 +60,9 @@ def normal(keys: Tensor, count: int) -> Tensor:
     out = torch.empty(len(flat), count, dtype=torch.float32, device=keys.device)
     half = (count + 1) // 2
     if len(flat):
-        # A grid has room for few blocks in its second direction: those of one key.
-        _normal[(len(flat), triton.cdiv(half, 1024))](flat, out, count, half, BLOCK=1024)
+        # Of many keys with few numbers each, as many as fill a program. A grid has room for few blocks in its second
+        # direction: those of one key.
+        block = min(triton.next_power_of_2(half), _BLOCK)
+        grid = (triton.cdiv(len(flat), _BLOCK // block), triton.cdiv(half, block))
+        _normal[grid](flat, out, len(flat), count, half, ROWS=_BLOCK // block, BLOCK=block)
     return out.reshape(*keys.shape, count)

@@ -24,8 +24,8 @@ from torch.func import vmap
 
 from ...compat import copy_each
 from ...core.types import Algorithm, Local, Sampling, ServerState
-from ...data.cohort import Pool, layout, over, sizes_of
-from ...ops.device import rehearse
+from ...data.cohort import Pool, layout, sizes_of
+from ...ops.device import over, rehearse
 from ...ops.step import descend_, nth, put_
 from ...tree import Params
 from ..kept import held

@@ -11,7 +11,8 @@ from torch import Tensor
 from ... import tree
 from ...core.owned import fetched
 from ...core.types import Algorithm, Batch, Job, ServerState
-from ...data.cohort import Pool, over
+from ...data.cohort import Pool
+from ...ops.device import over
 from ...tree import Params
 from ..kept import held
 from ..turn import moment, train_batches, train_turn

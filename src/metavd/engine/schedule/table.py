@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...core import rng
 from ...core.types import Batch, Sampling, ServerState
-from ...data.cohort import TRAIN, Plan, Pool, about, draw, layout, over, sizes_of
+from ...data.cohort import TRAIN, Plan, Pool, about, draw, layout, sizes_of
+from ...ops.device import over
 from ...tree import Params
 
 

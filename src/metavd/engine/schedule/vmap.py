@@ -21,7 +21,8 @@ from ... import tree
 from ...compat import flatten, unflatten
 from ...core.owned import fetched
 from ...core.types import Algorithm, Batch, Job, ServerState
-from ...data.cohort import Pool, over, pad
+from ...data.cohort import Pool, pad
+from ...ops.device import over
 from ...tree import Params
 from ..kept import held
 from ..turn import moment, split, train_batches, train_turn
