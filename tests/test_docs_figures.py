@@ -147,6 +147,7 @@ def test_some_rules_of_aggregation():
     ("page", "command"),
     [
         ("paper.md", "metavd paper report T7 T8 T9"),
+        ("paper-tuned.md", "metavd paper report T7 A2 --tuned --seeds 3 --out docs/paper-tuned.md"),
         ("paper-100.md", "metavd paper report T7 T8 --rounds 100 --out docs/paper-100.md"),
         ("arena.md", "metavd arena --page docs/arena.md"),
         ("tuned.md", "metavd tune-all --page docs/tuned.md"),
@@ -271,3 +272,29 @@ def test_what_readme_and_results_say_of_the_paper():
     ours = {row: [float(cells(*where, row)[column]) for column in (1, 5)] for row in ("Reptile", "Reptile+MetaVD")}
     test, unseen = (b - a for a, b in zip(*ours.values(), strict=True))
     assert f"by {test:.1f} points, and by {unseen:.1f} on unseen clients" in words
+
+
+def test_what_readme_and_results_say_of_tuned_runs():
+    """They round what docs/paper-tuned.md has: gains over the same bases, ours, the paper's and fixed dropout's."""
+    page, heading = text("docs/paper-tuned.md"), "cifar100, Dirichlet 0.5, cohort of 10 of 100"
+    assert page.count(f"### {heading}") == 2  # the paper's table, and ours with dropout
+    ours = {row: cells("docs/paper-tuned.md", heading, row) for row in (
+        *(base + end for base in ("FedAvg", "Reptile", "MAML") for end in ("", "+MetaVD")),)}  # fmt: skip
+    fixed = {
+        line.split("+")[0].strip("| "): [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in page.split(f"### {heading}")[2].splitlines()
+        if "+Dropout |" in line and "not run" not in line
+    }
+
+    def gains(with_it, without, column):
+        found = [numbers(with_it[base][column])[0] - numbers(ours[base][without])[0] for base in fixed]
+        return f"{min(found):.1f} to {max(found):.1f}"
+
+    meta = {base: ours[f"{base}+MetaVD"] for base in fixed}
+    results, readme = (" ".join(text(name).split()) for name in ("docs/results.md", "README.md"))
+    assert list(fixed) == ["FedAvg", "Reptile", "MAML"]
+    assert f"by {gains(meta, 1, 1)} points on participating clients" in results
+    assert f"by {gains(meta, 5, 5)} on unseen ones" in results
+    assert f"the paper's gains are {gains(meta, 3, 3)} and {gains(meta, 7, 7)}" in results
+    assert f"gains {gains(fixed, 1, 1)} and {gains(fixed, 5, 3)} on the same bases" in results
+    assert f"MetaVD adds {gains(meta, 1, 1)} points to its bases, a fixed dropout rate {gains(fixed, 1, 1)}" in readme
