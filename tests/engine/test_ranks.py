@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_script import found, run_in
+from torch import distributed as dist
 
 from metavd.cli import main
 from metavd.engine.ranks import grain_of, shares
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
+FORK = multiprocessing.get_context("fork")
+"""Starts at once, with everything imported; torch has one thread here."""
+
+
+def rank(number: int, size: int, port: int, backend: str, sender: Connection) -> None:
+    """Be one rank, with the environment that torchrun gives it; the first one sends the hashes."""
+    own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({key: str(value) for key, value in (own | where | {"TORCHELASTIC_RUN_ID": "x"}).items()})
+    hashes = found(backend)
+    dist.destroy_process_group()
+    if number == 0:
+        sender.send(hashes)
+
+
+def together(size: int, backend: str) -> dict[str, list[str | None]]:
+    """Return the hashes of so many ranks, each a fork of this process, around a store that this process holds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    receiver, sender = FORK.Pipe(duplex=False)
+    ranks = [FORK.Process(target=rank, args=(each, size, store.port, backend, sender)) for each in range(size)]
+    for each in ranks:
+        each.start()
+    sender.close()
+    hashes: dict[str, list[str | None]] = receiver.recv()
+    for each in ranks:
+        each.join(300)
+    assert [each.exitcode for each in ranks] == [0] * size
+    return hashes
 
 
 def torchrun(ranks: int, *words: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
@@ -28,46 +60,46 @@ def torchrun(ranks: int, *words: str, restarts: int = 0) -> subprocess.Completed
     )
 
 
-def answered(ranks: int, *words: str, restarts: int = 0) -> dict[str, object]:
-    done = torchrun(ranks, str(SCRIPT), *words, restarts=restarts)
+def answered(*words: str, restarts: int = 0) -> dict[str, object]:
+    """Return what the run of two ranks says in the end, as rank 0 prints it."""
+    done = torchrun(2, str(SCRIPT), *words, restarts=restarts)
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def alone(*words: str) -> dict[str, object]:
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
-
-
+@pytest.mark.processes
 def test_two_and_four_ranks_are_one_process_to_the_bit() -> None:
     """Law: every method, a robust rule, an attack, lost clients, early stopping; model, private rows and answers."""
-    plain = alone("found", "loop")
-    assert answered(2, "found", "loop") == plain
-    assert answered(4, "found", "loop") == plain
+    plain = found("loop")
+    assert together(2, "loop") == plain
+    assert together(4, "loop") == plain
 
 
+@pytest.mark.processes
 def test_under_vmap_the_number_of_ranks_cannot_be_seen() -> None:
     """Law: groups that are computed together do not depend on the number of ranks."""
-    one = answered(1, "found", "vmap")
-    assert answered(2, "found", "vmap") == one
+    assert together(2, "vmap") == together(1, "vmap")
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(tmp_path: Path) -> None:
     """Law: torchrun's restart goes on from the checkpoint; so do two ranks where one process was killed."""
-    straight = alone("straight", str(tmp_path / "straight"))
-    assert subprocess.run([sys.executable, str(SCRIPT), "dying", str(tmp_path / "by hand")], check=False).returncode
+    straight = run_in(str(tmp_path / "straight"), "straight")
+    killed = FORK.Process(target=run_in, args=(str(tmp_path / "by hand"), "dying"))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -9
     assert not (tmp_path / "by hand" / "result.json").exists()
-    again = answered(2, "dying", str(tmp_path / "elastic"), restarts=1)
-    for folder, result in (("elastic", again), ("by hand", answered(2, "resumed", str(tmp_path / "by hand")))):
+    again = answered("dying", str(tmp_path / "elastic"), restarts=1)
+    for folder, result in (("elastic", again), ("by hand", answered("resumed", str(tmp_path / "by hand")))):
         for part in ("model_sha256", "kept_sha256", "test"):
             assert result[part] == straight[part]
         for file in ("rounds.jsonl", "clients.csv"):
             assert (tmp_path / folder / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
 
 
+@pytest.mark.processes
 def test_the_command_line_speaks_once(tmp_path: Path) -> None:
     words = ["run", "fedavg", "--rounds", "1", "--set", "clients=4", "unseen=1", "cohort=3"]
     done = torchrun(2, "-m", "metavd", *words, "--out", str(tmp_path / "run"))
