@@ -82,6 +82,7 @@ def repeat(what: str, loops: int, jobs: int) -> dict[str, Any]:
     about = {
         "what": what, "load": loops, "commit": git("rev-parse", "--short=12", "HEAD"), "changed": bool(changed),
         "machine": provenance("cpu")["machine"], "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "average": round(os.getloadavg()[0], 1),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, load(loops):
         report = Path(folder, "report.xml")
@@ -108,7 +109,7 @@ def grouped(lines: Sequence[Line], *keys: str) -> dict[tuple[Any, ...], list[Lin
 
 def page(lines: Sequence[Line]) -> str:
     """Return the document."""
-    beside = {0: "nothing else", 1: "1 busy loop"}
+    beside = {0: "no busy loop", 1: "1 busy loop"}
     totals = [
         f"| {what} | {beside.get(loops, f'{loops} busy loops')} | {len(some)} | {sum(not x['failed'] for x in some)} "
         f"| {in_a_row(some)} | {sum(x['seconds'] for x in some) / len(some):.0f} |"
@@ -116,7 +117,8 @@ def page(lines: Sequence[Line]) -> str:
     ]
     commits = [
         f"| {commit}{' with changes' if changed else ''} | {machine} | {some[0]['date'][:10]} | {what} | {loops} "
-        f"| {len(some)} | {sum(not x['failed'] for x in some)} | {some[-1]['passed']} | {some[-1]['skipped']} |"
+        f"| {max(x['average'] for x in some)} | {len(some)} | {sum(not x['failed'] for x in some)} "
+        f"| {some[-1]['passed']} | {some[-1]['skipped']} |"
         for (commit, changed, machine, what, loops), some in grouped(
             lines, "commit", "changed", "machine", "what", "load"
         ).items()
@@ -136,8 +138,9 @@ def page(lines: Sequence[Line]) -> str:
         "| what | beside | repeats | without a failure | without one in a row, to the last | seconds each, mean |",
         "|---|---|---:|---:|---:|---:|",
         *totals, "",
-        "| commit | machine | first | what | load | repeats | without a failure | passed | skipped |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|",
+        "| commit | machine | first | what | busy loops | load average before, most | repeats | without a failure "
+        "| passed | skipped |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
         *commits, "",
         "## Every failure", "",
         *(failures or ["None."]), "",
