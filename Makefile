@@ -52,8 +52,9 @@ imports: venv ## import-linter: imports point one way
 	$(BIN)/lint-imports
 
 # One thread a worker: the workers are the parallelism, and two thread pools on the same cores slow each other down.
+# Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile the package.
 tests: venv chromium ## pytest with doctests; JOBS=2 workers, ARGS="-k maml" is passed on
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 25 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 25 $(ARGS)
 
 # Every page with figures of digits follows from this one target; docs/results.md says what writes what.
 digits: venv ## every method on digits again, and all pages and pictures with its figures; JOBS=2 runs at once, half an hour

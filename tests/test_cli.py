@@ -731,6 +731,7 @@ def wait_for_rounds(process: subprocess.Popen[str], folder: Path, count: int) ->
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 def test_interrupted_run_saves_and_says_how_to_resume(metavd: Metavd, tmp_path: Path) -> None:
     """SIGINT, then SIGTERM after resuming: exit status 1, a checkpoint of the last round, one line of advice."""
     command = ["run", "fedavg", "--out", str(tmp_path / "run"), "--rounds", "2000", *TINY]
@@ -771,6 +772,7 @@ def test_an_interrupt_that_python_drops_still_stops_the_run(metavd: Metavd, monk
     assert "stopped after round 1" in outcome.err
 
 
+@pytest.mark.processes
 def test_second_process_is_kept_out(metavd: Metavd, tmp_path: Path) -> None:
     """While a run is being written, a second process on the same folder is refused and changes nothing."""
     command = ["run", "fedavg", "--out", str(tmp_path / "run"), "--rounds", "2000", *TINY]
@@ -816,6 +818,7 @@ def test_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("[", "")
 
 
+@pytest.mark.processes
 def test_kill_and_resume() -> None:
     """The short form of scripts/kill_and_resume.py: kill -9 at random moments leaves no trace in what comes out."""
     script = ROOT / "scripts" / "kill_and_resume.py"

@@ -151,6 +151,7 @@ def test_a_machine_without_glibc_changes_nothing(monkeypatch):
 # --- Python ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_workers_end_at_once():
     """A worker that would sleep for a minute is gone within seconds."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:

@@ -174,6 +174,7 @@ def test_a_page_is_what_its_command_writes(page, command, tmp_path, monkeypatch)
         "shakespeare.py --page shakespeare.md",
         "attack_table.py --page aggregation.md",
         "privacy_table.py --page privacy.md",
+        "repeat.py --page repeats.md",
     ],
 )
 def test_a_page_is_what_its_script_writes(command, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -12,18 +13,49 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_script import found, run_in
+from torch import distributed as dist
 from torch.distributed import HashStore
 
 from metavd.cli import main
 from metavd.engine.ranks import grain_of, numbered, shares
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
+FORK = multiprocessing.get_context("fork")
+"""Starts at once, with everything imported; torch has one thread here."""
+
+
+def rank(number: int, size: int, port: int, what: tuple[str, ...], sender: Connection) -> None:
+    """Be one rank, with the environment that torchrun gives it; the first one sends the hashes."""
+    own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({key: str(value) for key, value in (own | where | {"TORCHELASTIC_RUN_ID": "x"}).items()})
+    hashes = found(*what)
+    dist.destroy_process_group()
+    if number == 0:
+        sender.send(hashes)
+
+
+def together(size: int, *what: str) -> dict[str, list[str | None]]:
+    """Return what so many ranks find, each a fork of this process, around a store that this process holds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    receiver, sender = FORK.Pipe(duplex=False)
+    ranks = [FORK.Process(target=rank, args=(each, size, store.port, what, sender)) for each in range(size)]
+    for each in ranks:
+        each.start()
+    sender.close()
+    hashes: dict[str, list[str | None]] = receiver.recv()
+    for each in ranks:
+        each.join(300)
+    assert [each.exitcode for each in ranks] == [0] * size
+    return hashes
 
 
 def torchrun(ranks: int, *words: str, hosts: int = 1, at: str = "localhost:0") -> subprocess.CompletedProcess[str]:
@@ -38,29 +70,24 @@ def torchrun(ranks: int, *words: str, hosts: int = 1, at: str = "localhost:0") -
 def answered(ranks: int, *words: str) -> dict[str, object]:
     done = torchrun(ranks, str(SCRIPT), *words)
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def alone(*words: str) -> dict[str, object]:
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
-
-
+@pytest.mark.processes
 def test_two_and_four_ranks_are_one_process_to_the_bit() -> None:
     """Law: every method, a robust rule, an attack, lost clients, early stopping; model, private rows and answers."""
-    plain = alone("found", "loop")
-    assert answered(2, "found", "loop") == plain
-    assert answered(4, "found", "loop") == plain
+    plain = found("loop")
+    assert together(2, "loop") == plain
+    assert together(4, "loop") == plain
 
 
+@pytest.mark.processes
 def test_under_vmap_the_number_of_ranks_cannot_be_seen() -> None:
     """Law: groups that are computed together do not depend on the number of ranks, nor where a cohort has parts."""
-    one = answered(1, "found", "vmap")
-    assert answered(2, "found", "vmap") == one
-    four = answered(4, "found", "vmap", "part")
+    one = together(1, "vmap")
+    assert together(2, "vmap") == one
+    four = together(4, "vmap", "part")
     assert len(four) == 5
     assert four.items() <= one.items()
 
@@ -69,7 +96,7 @@ def test_under_vmap_the_number_of_ranks_cannot_be_seen() -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     """A run of one process that nothing happens to: its folder and its result."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    return folder, alone("straight", str(folder))
+    return folder, run_in(str(folder), "straight")
 
 
 def same(folder: Path, straight: tuple[Path, dict[str, object]]) -> bool:
@@ -80,6 +107,7 @@ def same(folder: Path, straight: tuple[Path, dict[str, object]]) -> bool:
     return parts and all((folder / file).read_bytes() == (straight[0] / file).read_bytes() for file in files)
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(
     straight: tuple[Path, dict[str, object]], tmp_path: Path
 ) -> None:
@@ -87,7 +115,10 @@ def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(
 
     So do two ranks where one process was killed.
     """
-    assert subprocess.run([sys.executable, str(SCRIPT), "dying", str(tmp_path / "by hand")], check=False).returncode
+    killed = FORK.Process(target=run_in, args=(str(tmp_path / "by hand"), "dying"))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "by hand" / "result.json").exists()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -154,6 +185,7 @@ def over_hosts(names: tuple[str, str], folder: Path, *words: str) -> list[subpro
     return started
 
 
+@pytest.mark.processes
 def test_hosts_that_are_cut_apart_say_so_and_one_of_them_goes_on_to_the_same_bits(
     hosts: tuple[str, str], straight: tuple[Path, dict[str, object]], tmp_path: Path
 ) -> None:
@@ -169,10 +201,11 @@ def test_hosts_that_are_cut_apart_say_so_and_one_of_them_goes_on_to_the_same_bit
     other.wait()
     rounds = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
     assert 0 < len(rounds) < 5
-    alone("resumed", str(tmp_path / "run"))
+    run_in(str(tmp_path / "run"), "resumed")
     assert same(tmp_path / "run", straight)
 
 
+@pytest.mark.processes
 def test_the_command_line_speaks_once(tmp_path: Path) -> None:
     words = ["run", "fedavg", "--rounds", "1", "--set", "clients=4", "unseen=1", "cohort=3"]
     done = torchrun(2, "-m", "metavd", *words, "--out", str(tmp_path / "run"))

@@ -107,6 +107,15 @@ def test_is_server_task(kind: TaskType) -> None:
     assert compat.is_server_task(spec) is (kind == TaskType.SERVER_APP)
 
 
+def test_load_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is imported before a fork is what a task then asks for."""
+    asked: list[str] = []
+    monkeypatch.setattr(compat, "import_module", asked.append)
+    compat.load_task(server=True)
+    compat.load_task(server=False)
+    assert [*dict.fromkeys(asked)] == ["flwr.supercore.tls", run_serverapp.__module__, run_clientapp.__name__]
+
+
 def test_run_task() -> None:
     """Both take what they are given, and a message's app comes through the two functions that are replaced."""
     common = {"runtime_api_address", "token", "insecure", "certificates", "parent_pid"}

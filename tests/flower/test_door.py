@@ -92,6 +92,7 @@ def signed(local: Local, name: str, ahead: float = 0.0) -> tuple[dict[str, str],
 # --- strangers -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("size", [BODY, 60 * MB], ids=["at the bound", "above it"])
 def test_what_strangers_post_is_not_held(local, size):
     """Five bodies at once without a key; before there was a door, five of 60 MB took 712 MB and kept them."""
@@ -104,6 +105,7 @@ def test_what_strangers_post_is_not_held(local, size):
     assert resident(local) - before < 32
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("path", "length", "status", "sentence"),
     [
@@ -123,6 +125,7 @@ def test_a_stranger_is_refused_by_the_headers_alone(local, path, length, status,
     assert sentence in said
 
 
+@pytest.mark.processes
 def test_who_is_not_registered_or_has_another_clock_is_told_so(local):
     """A key that nobody registered, a signature of something else, a clock 8 s ahead; then the key as it should be."""
     headers, body = signed(local, "nobody")
@@ -141,6 +144,7 @@ def test_who_is_not_registered_or_has_another_clock_is_told_so(local):
     assert post(local, ACTIVATE, len(body), body, Connection="close", **headers).startswith("HTTP/1.1 200 ")
 
 
+@pytest.mark.processes
 def test_half_open_connections_are_survived(local):
     """Three hundred that never begin their handshake; the next one is answered."""
     lines = [socket.create_connection((HOST, local.port)) for _ in range(300)]
@@ -218,6 +222,7 @@ OTHERS = "/usr/bin/python3"
 """The tests' own may lie in a folder that other users cannot enter."""
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0 or not Path(OTHERS).exists(), reason="only root can be somebody else")
 @pytest.mark.parametrize("path", ["/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/acquire-task"])
 def test_another_user_of_the_machine_is_not_answered(local, path):
@@ -252,6 +257,7 @@ def test_owner_reads_whose_socket_it_is(tmp_path):
         assert owner((HOST, 1), (HOST, 2), tmp_path) == expected
 
 
+@pytest.mark.processes
 def test_what_the_service_writes_is_its_own(local):
     """Files 0600, folders 0700: the database with its logs, and what Flower keeps."""
     paths = [local.folder / "state.db", *local.folder.glob("state.db-*"), local.folder / security.SERVER_KEY]

@@ -18,6 +18,7 @@ from metavd.flower import follow as module
 from metavd.flower.config import FailedRunError
 from metavd.flower.follow import follow
 
+pytestmark = pytest.mark.processes
 FLWR = """#!{python} -S
 import sys, time
 from pathlib import Path

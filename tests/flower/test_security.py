@@ -194,6 +194,7 @@ def test_files_for_an_operator(tmp_path, monkeypatch, capsys):
     assert handshake(tmp_path / "certs", tmp_path / "certs" / security.CA, "127.0.0.1") == "met"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are found in /proc")
 def test_the_demo_stops_everything_when_it_is_interrupted(tmp_path):
     """Ctrl-C in the middle of the first start or round: status 1, and nothing that it started is left."""

@@ -40,6 +40,7 @@ def state(pid: int) -> str:
         return ""
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
 @pytest.mark.parametrize(
     "start", [FORK.format(how="parent.die_with(starter)"), FORK.format(how="parent.watch_parent()"), LAUNCH],
@@ -59,6 +60,7 @@ def test_a_process_ends_with_its_parent(start: str) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.processes
 def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     """The system tells only of what happens after it was asked."""
     code = "import os; from metavd.flower import parent; parent.die_with(os.getppid() + 1); print('alive')"

@@ -166,6 +166,7 @@ def _writing(store: Store) -> multiprocessing.process.BaseProcess:
     return process
 
 
+@pytest.mark.processes
 def test_one_writer_at_a_time(store: Store) -> None:
     """Law: a second process is refused while the first lives; the lock of a killed process does not count."""
     process = _writing(store)
@@ -179,6 +180,7 @@ def test_one_writer_at_a_time(store: Store) -> None:
         pass
 
 
+@pytest.mark.processes
 def test_who_waits_is_told_for_whom_and_goes_on_at_once(store: Store) -> None:
     """Law: with seconds to wait, a second process names the first, waits, and has the folder when the first ends."""
     process = _writing(store)

@@ -11,7 +11,7 @@ import pytest
 
 from metavd import methods
 from metavd.cli import main
-from metavd.studies.arena import BEST, page
+from metavd.studies.arena import BEST, name_of, page
 from metavd.studies.lines import identity
 from metavd.studies.pairs import pair
 
@@ -34,7 +34,7 @@ def test_runs_once_under_both_protocols_and_makes_its_page(tmp_path: Path) -> No
     assert re.findall("## (.*)", text) == ["digits, consistent, 2 rounds", "digits, independent, 2 rounds"]
     for line in map(json.loads, lines):
         accuracy = 100 * line["result"]["test"]["accuracy"]
-        row = rf"`{line['settings']['method']}` \| \**{accuracy:.1f}\**"
+        row = rf"`{name_of(line)}` \| \**{accuracy:.1f}\**"
         assert re.search(row, text.split("## ")[1 if line["settings"]["test_rows"] == "consistent" else 2])
         assert {"root", "device"} & set(line["settings"]) == set()
         sets = line["result"]["trust"]["sets"]["test"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from metavd import methods
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
 from metavd.engine.rounds import InterruptedRun
-from metavd.runs.run import run
 from metavd.runs.store import StoreError
 from metavd.studies.lines import identity, read
-from metavd.studies.many import carry_out, taken
+from metavd.studies.many import _folder, carry_out
 
 TASKS = {seed: {"method": "fedavg", "data": "digits", "seed": seed} for seed in (1, 2, 3)}
 
@@ -44,11 +44,15 @@ class Counting:
         return double(settings, folder, listener)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_is_stored_is_not_run_again(tmp_path: Path, jobs: int) -> None:
-    """Law: the first call runs and stores all, the second only reads, one with a task more runs that one."""
+    """Law: the first call runs, tells of and stores all, the second only reads, one with a task more runs that one."""
     store = tmp_path / "store.jsonl"
-    first = list(carry_out(TASKS, double, store=store, jobs=jobs))
+    told: list[tuple[int, int, int]] = []
+    first = list(carry_out(TASKS, double, store=store, jobs=jobs, progress=lambda *word: told.append(word)))
+    assert {key for key, _, _ in told} == {1, 2, 3}
+    assert [(number, total) for _, number, total in told] == [(1, 3), (2, 3), (3, 3)]
     assert {(each.key, each.end) for each in first} == {(1, "done"), (2, "done"), (3, "done")}
     assert {each.key: each.line["result"]["twice"] for each in first if each.line} == {1: 2, 2: 4, 3: 6}
     counting = Counting()
@@ -147,13 +151,12 @@ def test_an_interruption_loses_the_run_in_flight_only(tmp_path: Path) -> None:
     assert len(read(store)) == 2
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_progress_is_told_of_what_is_run(tmp_path: Path, jobs: int) -> None:
+def test_progress_is_told_of_what_is_missing(tmp_path: Path) -> None:
     """Law: each run that is carried out is told of once, counted among those that are missing."""
     store = tmp_path / "store.jsonl"
     list(carry_out({1: TASKS[1]}, double, store=store))
     told: list[tuple[int, int, int]] = []
-    list(carry_out(TASKS, double, store=store, jobs=jobs, progress=lambda *word: told.append(word)))
+    list(carry_out(TASKS, double, store=store, progress=lambda *word: told.append(word)))
     assert {key for key, _, _ in told} == {2, 3}
     assert [(number, total) for _, number, total in told] == [(1, 2), (2, 2)]
 
@@ -181,26 +184,24 @@ def test_no_run_is_begun_that_would_end_too_late(tmp_path: Path, monkeypatch: py
     assert [each.end for each in carry_out({9: TASKS[2]}, slow, store=store, until=now[0] - 1)] == ["left"]
 
 
-HOLD = """
-import sys
-from metavd.studies.many import _folder
-with _folder(sys.argv[1], sys.argv[2], sys.argv[2]) as folder:
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
+def at_it(work: Path, name: str, there: Connection) -> None:
+    with _folder(work, name, name) as folder:
+        there.send(folder)
+        time.sleep(600)
 
 
+@pytest.mark.processes
 def test_processes_share_the_work(tmp_path: Path) -> None:
     """Law: a run that another process is at is left to it, and is free again when that process has died."""
     store, work, counting = tmp_path / "store.jsonl", tmp_path / "work", Counting()
-    name = identity(TASKS[2])
-    command = [sys.executable, "-c", HOLD, str(work), name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline().strip() == str(work / name)
-        ends = list(carry_out(TASKS, counting, store=store, work=work))
-        other.kill()
-        other.wait()
+    name, fork = identity(TASKS[2]), multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    other = fork.Process(target=at_it, args=(work, name, there), daemon=True)
+    other.start()
+    assert here.recv() == work / name
+    ends = list(carry_out(TASKS, counting, store=store, work=work))
+    other.kill()
+    other.join()
     assert [each.end for each in ends] == ["done", "elsewhere", "done"]
     ends = list(carry_out(TASKS, counting, store=store, work=work))
     assert {each.key: each.end for each in ends} == {1: "stored", 2: "done", 3: "stored"}
@@ -211,22 +212,3 @@ def test_a_work_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write to the work folder"):
         list(carry_out(TASKS, double, store=tmp_path / "s.jsonl", work=tmp_path / "file" / "work"))
-
-
-def accuracy(settings: dict[str, Any], folder: Path, listener: Any) -> dict[str, Any]:
-    """The example of the module's docstring."""
-    result = run(**settings, out=folder, resume=True, listener=listener)
-    return taken(result, {"accuracy": result["test"]["accuracy"]})
-
-
-def test_real_runs_one_by_one_and_side_by_side(tmp_path: Path) -> None:
-    """Parity: the store has the same results, whoever ran them."""
-    small = {"clients": 3, "unseen": 1, "cohort": 2, "rounds": 1, "width": 8, "local_epochs": 1}
-    tasks = {seed: TASKS[seed] | small for seed in (1, 2)}
-    stores = []
-    for jobs in (1, 2):
-        store = tmp_path / f"{jobs}.jsonl"
-        ends = list(carry_out(tasks, accuracy, store=store, work=tmp_path / "work", jobs=jobs, device="cpu"))
-        assert [each.end for each in ends] == ["done", "done"]
-        stores.append({key: (line["result"], line["spec"]) for key, line in read(store).items()})
-    assert stores[0] == stores[1]

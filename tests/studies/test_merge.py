@@ -31,6 +31,7 @@ def slice_of(folder: Path, which: str) -> list[str]:
     return ["compare", *METHODS, "--seeds", "3", "--out", str(folder), "--slice", which, *SMALL]
 
 
+@pytest.mark.processes
 def test_two_slices_killed_restarted_and_merged_are_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Law: each run is in one slice alone; merged, the same command reads all of them and runs none."""
     one, two, whole = tmp_path / "one", tmp_path / "two", tmp_path / "whole"

@@ -28,6 +28,7 @@ def test_how_many_at_once() -> None:
     assert jobs_for("auto") == (jobs_for("cuda") if torch.cuda.is_available() else 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_every_task_is_answered_with_its_place(jobs: int) -> None:
     """Law: place and answer belong together, in whatever order tasks end."""
@@ -35,6 +36,7 @@ def test_every_task_is_answered_with_its_place(jobs: int) -> None:
     assert dict(side_by_side(operator.mul, tasks, jobs)) == {0: 6, 1: 20, 2: 42}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_does_not_fit_is_not_begun(jobs: int) -> None:
     """Law: each task is asked about once, in order, and only as many in advance as are under way."""
@@ -66,6 +68,7 @@ def test_a_machine_without_a_gpu_shares_nothing() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.processes
 def test_comparison_side_by_side(tmp_path: Path) -> None:
     """Parity: two processes write the table of one."""
     tables = [
@@ -77,6 +80,7 @@ def test_comparison_side_by_side(tmp_path: Path) -> None:
     assert [run["method"] for run in runs] == ["fedavg", "reptile"]
 
 
+@pytest.mark.processes
 def test_tables_side_by_side(tmp_path: Path) -> None:
     """Parity: the store has the same results, whoever ran them."""
     how = protocol(scale="smoke")

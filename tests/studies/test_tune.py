@@ -506,6 +506,7 @@ def work(out: Path, trials: int, watcher: Watcher) -> None:
     tune(long_study(), out=out, trials=trials, source=own(), watcher=watcher)
 
 
+@pytest.mark.processes
 def test_killed_studies_lose_nothing_and_two_processes_share_one(source, tmp_path):
     """SIGKILL loses no finished trial, and the one in work is marked failed and run again with the same settings.
 
@@ -541,12 +542,13 @@ def test_killed_studies_lose_nothing_and_two_processes_share_one(source, tmp_pat
     assert again["curve"][:2] == lines[3]["curve"]
 
 
+@pytest.mark.processes
 def test_jobs_run_side_by_side(source, tmp_path):
     """Two processes of one command give as many trials as one, and the one who started them is told of each."""
     told: list[Any] = []
     watcher = Watcher()
     watcher.trial = told.append  # type: ignore[method-assign]
-    history = tune(long_study(), out=tmp_path, trials=6, jobs=2, source=source, watcher=watcher)
-    assert [line["state"] for line in history["trials"]] == ["finished"] * 6
-    assert sorted(line["number"] for line in told) == list(range(6))
+    history = tune(asked(rounds=2, prune=False), out=tmp_path, trials=4, jobs=2, source=source, watcher=watcher)
+    assert [line["state"] for line in history["trials"]] == ["finished"] * 4
+    assert sorted(line["number"] for line in told) == list(range(4))
     assert (tmp_path / "best.toml").exists()

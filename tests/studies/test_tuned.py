@@ -12,7 +12,7 @@ from metavd.cli import main
 from metavd.errors import SpecError
 from metavd.runs.settings import Experiment, from_toml, with_settings
 from metavd.studies import halving, tuned
-from metavd.studies.arena import page
+from metavd.studies.arena import name_of, page
 from metavd.studies.lines import append, complete, identity
 from metavd.studies.paper.page import report
 from metavd.studies.paper.plan import tuned_told
@@ -149,7 +149,7 @@ def test_the_arena_has_two_rows_even_where_the_defaults_were_chosen(tmp_path: Pa
     ]
     assert lines[0]["result"]["model"] == lines[1]["result"]["model"]
     text = page(tmp_path / "s.jsonl")
-    assert "| `fedavg` |" in text
+    assert f"| `{name_of(lines[0])}` |" in text
     assert "| `fedavg (tuned)` |" in text
 
 

@@ -73,6 +73,74 @@ def limited(base: Server, most: float) -> Server:
     )
 
 
+def _pulls(
+    emit: Emit, state: ServerState, clients: Tensor, gap: Callable[[Params], Params], among: Names = all_names
+) -> Params:
+    """Return sum_i J_emit(i)^T gap_i over clients and some of the entries that they are sent."""
+    fixed = {name: value for name, value in state.params.items() if name.rpartition(".")[2] in FIXED}
+
+    def emitted(moving: Params) -> Params:
+        out = vmap(emit.apply, (None, 0, None))(fixed | moving, clients, state.round)
+        return tree.select(movable(out), among)
+
+    return pulled(emitted, movable(state.params), gap)
+
+
+def _apart(update: Update, targets: Params, share: Tensor, *, anew: bool) -> Callable[[Params], Params]:
+    """Return how far what clients were sent is from their targets, times their shares; see `pull` for `anew`."""
+
+    def gap(computed: Params) -> Params:
+        if update.moved:
+            found = tree.map(torch.neg, update.moved)
+        else:
+            sent = computed if anew else tree.select(movable(update.sent), computed.__contains__)
+            found = tree.map(torch.sub, sent, targets)
+        return tree.map(lambda value: torch.einsum("c,c...->c...", share, value), found)
+
+    return gap
+
+
+def _added(emit: Emit, aggregate: Summed, state: ServerState, update: Update, share: Tensor) -> Params:
+    """Return the gradient from sums; who pulls towards a consensus is known only now that there is one."""
+    gradient = under("gradient/", update.sums)
+    if not aggregate.names:
+        return gradient
+    common = aggregate.consensus(under("votes/", update.sums), state.params)
+    for first in range(0, len(share), _PART):
+        some = share[first : first + _PART]
+
+        def gap(computed: Params, some: Tensor = some) -> Params:
+            return {name: torch.einsum("c,c...->c...", some, value - common[name])
+                    for name, value in computed.items()}  # fmt: skip
+
+        more = _pulls(emit, state, update.client[first : first + _PART], gap, common.__contains__)
+        gradient = tree.map(torch.add, gradient, more)
+    return gradient
+
+
+def _with_whole_rows(gradient: Params, clients: Tensor, share: Tensor) -> Params:
+    """Give the rows that clients own their own client's gradient with weight 1: no one else shares them."""
+    whole = dict(gradient)
+    for name, value in gradient.items():
+        if name.startswith(OWNED):
+            inverse = torch.where(share > 0, 1.0 / share, torch.zeros_like(share))
+            rows = torch.einsum("c,c...->c...", inverse, value[clients])
+            whole[name] = value.index_copy(0, clients, rows)
+    return whole
+
+
+def _only_sent(params: Params, slots: Params, masks: Params, before: ServerState) -> tuple[Params, Params]:
+    """Leave a weight that nobody was sent where it was, and so what is remembered of it."""
+    params, slots = dict(params), dict(slots)
+    for name, mask in masks.items():
+        weights = name.removesuffix("mask") + "weight"
+        sent_to_some = per_weight(mask, params[weights]) > 0
+        params[weights] = torch.where(sent_to_some, params[weights], before.params[weights])
+        for each in remembered(weights, slots):
+            slots[each] = torch.where(sent_to_some, slots[each], before.slots[each])
+    return params, slots
+
+
 def pull(
     emit: Emit,
     aggregate: Aggregate,
@@ -93,8 +161,8 @@ def pull(
 
     With `emit = shared` and SGD(1) this is FedAvg, with server momentum Reptile, with a hypernetwork inside `emit`
     MetaVD's rule for the hypernetwork and the embeddings. w_i is the client's share of the data (or 1/C). A
-    client-owned row takes its own client's step with weight 1: no one else shares it. owned_by_share=True weighs it
-    by w_i, as the released code does.
+    client-owned row takes its own client's step with weight 1; owned_by_share=True weighs it by w_i, as the released
+    code does.
 
     The gradient is a sum over clients, and so are the votes of a `Summed` aggregate: `take` adds them up part by part.
     Where answers pull towards a consensus, their pull waits for it: what clients were sent is then emitted again, in
@@ -103,82 +171,32 @@ def pull(
 
     def init(key: Tensor) -> ServerState:
         params = emit.init(rng.fold(key, 0))
-        slots = groups.begin(movable(params))
         some = next(iter(params.values()))
-        return ServerState(params, slots, torch.zeros((), dtype=some.dtype, device=some.device), key)
-
-    def pulls(state: ServerState, clients: Tensor, gap: Callable[[Params], Params], among: Names = all_names) -> Params:
-        """Return sum_i J_emit(i)^T gap_i over clients and some of the entries that they are sent."""
-        fixed = {name: value for name, value in state.params.items() if name.rpartition(".")[2] in FIXED}
-
-        def emitted(moving: Params) -> Params:
-            out = vmap(emit.apply, (None, 0, None))(fixed | moving, clients, state.round)
-            return tree.select(movable(out), among)
-
-        return pulled(emitted, movable(state.params), gap)
-
-    def apart(update: Update, targets: Params, share: Tensor) -> Callable[[Params], Params]:
-        def gap(computed: Params) -> Params:
-            if update.moved:
-                found = tree.map(torch.neg, update.moved)
-            else:
-                sent = computed if anew else tree.select(movable(update.sent), computed.__contains__)
-                found = tree.map(torch.sub, sent, targets)
-            return tree.map(lambda value: torch.einsum("c,c...->c...", share, value), found)
-
-        return gap
+        round = torch.zeros((), dtype=some.dtype, device=some.device)
+        return ServerState(params, groups.begin(movable(params)), round, key)
 
     def take(state: ServerState, update: Update, weight: Tensor) -> Params:
         assert isinstance(aggregate, Summed)
         share, common = _shares(update.weight, weight, by_size=by_size), aggregate.names
-        gap = apart(update, update.params, share)
-        gradient = pulls(state, update.client, gap, lambda name: name not in common)
+        gap = _apart(update, update.params, share, anew=anew)
+        gradient = _pulls(emit, state, update.client, gap, lambda name: name not in common)
         return (
             {f"gradient/{name}": value for name, value in gradient.items()}
             | {f"votes/{name}": value for name, value in aggregate.sums(update.params, share).items()}
             | {f"sent/{name}": value.sum(0) for name, value in update.params.items() if name.endswith(".mask")}
         )
 
-    def added(state: ServerState, update: Update, share: Tensor) -> Params:
-        """Return the gradient from sums; who pulls towards a consensus is known only now that there is one."""
-        assert isinstance(aggregate, Summed)
-        gradient = under("gradient/", update.sums)
-        if not aggregate.names:
-            return gradient
-        common = aggregate.consensus(under("votes/", update.sums), state.params)
-        for first in range(0, len(share), _PART):
-            some = share[first : first + _PART]
-
-            def gap(computed: Params, some: Tensor = some) -> Params:
-                return {name: torch.einsum("c,c...->c...", some, value - common[name])
-                        for name, value in computed.items()}  # fmt: skip
-
-            more = pulls(state, update.client[first : first + _PART], gap, common.__contains__)
-            gradient = tree.map(torch.add, gradient, more)
-        return gradient
-
     def update(state: ServerState, update: Update) -> ServerState:
         share = _shares(update.weight, update.weight, by_size=by_size)
-        if update.sums:
-            gradient, masks = added(state, update, share), under("sent/", update.sums)
+        if isinstance(aggregate, Summed) and update.sums:
+            gradient, masks = _added(emit, aggregate, state, update, share), under("sent/", update.sums)
         else:
-            gradient = pulls(state, update.client, apart(update, aggregate(update.params, share), share))
+            gap = _apart(update, aggregate(update.params, share), share, anew=anew)
+            gradient = _pulls(emit, state, update.client, gap)
             masks = {name: mask.amax(0) for name, mask in update.params.items() if name.endswith(".mask")}
-        if not owned_by_share:
-            for name in gradient:
-                if name.startswith(OWNED):
-                    inverse = torch.where(share > 0, 1.0 / share, torch.zeros_like(share))
-                    rows = torch.einsum("c,c...->c...", inverse, gradient[name][update.client])
-                    gradient[name] = gradient[name].index_copy(0, update.client, rows)
-        params, slots = groups.step(state.params, tree.clip(gradient, clip), state.slots, update.client)
-        for name, mask in masks.items():
-            # A weight that nobody was sent stays where it is, and so does what is remembered of it.
-            weights = name.removesuffix("mask") + "weight"
-            sent_to_some = per_weight(mask, params[weights]) > 0
-            params[weights] = torch.where(sent_to_some, params[weights], state.params[weights])
-            for each in remembered(weights, slots):
-                slots[each] = torch.where(sent_to_some, slots[each], state.slots[each])
-        return ServerState(params, slots, state.round + 1, state.key)
+        gradient = gradient if owned_by_share else _with_whole_rows(gradient, update.client, share)
+        moved = groups.step(state.params, tree.clip(gradient, clip), state.slots, update.client)
+        return ServerState(*_only_sent(*moved, masks, state), state.round + 1, state.key)
 
     return Server(init, update, take if isinstance(aggregate, Summed) else None)
 

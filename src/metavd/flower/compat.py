@@ -110,6 +110,12 @@ def is_server_task(spec: Any) -> bool:
     return bool(spec.task_type == TaskType.SERVER_APP)
 
 
+def load_task(*, server: bool) -> None:
+    """Import what `run_task` needs for a ServerApp or a ClientApp, so that a fork finds it there. Seen: as below."""
+    for name in ("supercore.tls", "superlink.runtime.run_serverapp" if server else "supernode.runtime.run_clientapp"):
+        import_module(f"flwr.{name}")
+
+
 def run_task(spec: Any, parent: int, client_app: Any, server_app: Any, is_ours: Callable[[bytes], bool]) -> None:
     """Do a task in this process: carry out a run, or answer one message with the given ClientApp.
 

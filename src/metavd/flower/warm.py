@@ -99,8 +99,12 @@ def _to_the_end(work: Callable[[], None]) -> None:
 def execute(address: str, parent: int, config: str, authority: str, database: str) -> None:
     """Do the tasks that a SuperNode or SuperLink has, until its process is gone."""
     die_with(parent)
-    from . import apps, client, server  # noqa: PLC0415 - before the first fork: no child needs to import them
+    from .. import methods, models  # noqa: PLC0415 - all before the first fork: no child needs to import them
+    from . import apps, client, server  # noqa: PLC0415
 
+    compat.load_task(server=bool(database))
+    for registry in (methods.REGISTRY, models.REGISTRY):
+        registry.own()
     if "partition-id" in config:  # a share of a dataset, most likely of the digits that come with scikit-learn
         import sklearn.datasets  # noqa: F401, PLC0415
     file = apps.registered(database)

@@ -213,6 +213,7 @@ def test_many_writers_at_once(make, rng, tmp_path):
     assert not list(kept.glob("*.part"))
 
 
+@pytest.mark.processes
 def test_two_processes_at_once(make, rng, tmp_path):
     """Two processes fill an empty cache together and both succeed."""
     made = make.npz(tmp_path, rng, n=400)
