@@ -87,6 +87,7 @@ def test_what_decides_no_number() -> None:
         "eval_every",
         "eval_clients",
         "checkpoint_every",
+        "rank_wait",
         "weights",
     }
 
