@@ -297,20 +297,63 @@ def test_an_app_with_code_runs_only_if_it_is_registered(tmp_path, capsys):
 
 def test_nothing_of_a_run_stays_in_the_database(tmp_path):
     """What was deleted is gone from the file and from its write-ahead log, while others have both open."""
-    path, secret = tmp_path / "state.db", b"weights of a site " * 4000
+    path, log, secret = tmp_path / "state.db", tmp_path / "state.db-wal", b"weights of a site " * 4000
+    tidier = apps.Tidier(str(path))
+    tidier.look(True)
+    assert not path.exists()  # nothing is made
     with contextlib.closing(sqlite3.connect(path)) as link:
+        link.execute("PRAGMA journal_mode=WAL")
+        link.execute("CREATE TABLE object (content BLOB)")
+
+        def forgotten() -> None:
+            link.execute("INSERT INTO object VALUES (?)", (secret,))
+            link.commit()
+            link.execute("DELETE FROM object")
+            link.commit()
+            assert secret[:100] in path.read_bytes() + log.read_bytes()
+
+        def gone() -> bool:
+            return secret[:18] not in path.read_bytes() + log.read_bytes()
+
+        forgotten()
+        tidier.look(True)
+        assert gone()
+        assert log.stat().st_size == 0
+        tidier.look(False)
+        forgotten()  # later than the end of the run
+        tidier.look(False)
+        assert gone()
+        assert log.stat().st_size == 0
+        link.execute("INSERT INTO object VALUES ('a heartbeat')")
+        link.commit()
+        before = log.stat().st_size
+        tidier.look(False)
+        assert log.stat().st_size == before > 0  # nothing was deleted
+        tidier.look(True)
+        assert log.stat().st_size == 0
+        assert link.execute("SELECT * FROM object").fetchall() == [("a heartbeat",)]
+
+
+def test_whoever_reads_only_puts_the_tidying_off(tmp_path, monkeypatch):
+    """A reader that looks at an older state keeps the log from being cut; the next look without one cuts it."""
+    monkeypatch.setattr(apps, "_WAIT", 0.05)
+    path, log, secret = tmp_path / "state.db", tmp_path / "state.db-wal", b"weights of a site " * 4000
+    tidier = apps.Tidier(str(path))
+    with contextlib.closing(sqlite3.connect(path)) as link, contextlib.closing(sqlite3.connect(path)) as reader:
         link.execute("PRAGMA journal_mode=WAL")
         link.execute("CREATE TABLE object (content BLOB)")
         link.execute("INSERT INTO object VALUES (?)", (secret,))
         link.commit()
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM object").fetchone()
         link.execute("DELETE FROM object")
         link.commit()
-        held = path.read_bytes() + (tmp_path / "state.db-wal").read_bytes()
-        assert secret[:100] in held
-        apps.tidy(str(path))
-        assert secret[:18] not in path.read_bytes()
-        assert (tmp_path / "state.db-wal").stat().st_size == 0
-        assert link.execute("SELECT count(*) FROM object").fetchone() == (0,)
+        tidier.look(True)
+        assert secret[:18] in log.read_bytes()
+        reader.rollback()
+        tidier.look(False)
+        assert secret[:18] not in path.read_bytes() + log.read_bytes()
+        assert log.stat().st_size == 0
 
 
 # --- the door alone --------------------------------------------------------------------------------------------------

@@ -17,6 +17,10 @@ from .config import SERVER_APP, FederationError
 
 _FILE = "apps.txt"
 """Hashes of apps that may bring code of their own to the server."""
+LOG = 1 << 17
+"""Bytes of a database's log up to which it is left to grow: what heartbeats write in minutes."""
+_WAIT = 2.0
+"""Seconds that tidying waits for who reads or writes, before it tries again later."""
 _LOG = logging.getLogger("flwr")
 
 
@@ -51,11 +55,41 @@ def allow(app: Path, path: Path) -> str:
     return found
 
 
-def tidy(database: str) -> None:
-    """Let nothing of what nodes sent stay in the database and its log, once the run has ended and Flower forgot it."""
-    try:
-        with contextlib.closing(sqlite3.connect(database, timeout=10)) as link:
+class Tidier:
+    """Lets nothing of what nodes sent stay in a server's database and its log, once Flower has forgotten it.
+
+    Flower deletes a run's messages when the run has ended, perhaps a while later, and whoever reads at that moment
+    keeps the log from being cut. So the end of a run is not enough: the state of the files decides, at every look.
+    """
+
+    def __init__(self, database: str) -> None:
+        self.database = Path(database)
+        self._due = self._warned = False
+        self._seen = -1
+
+    def look(self, ended: bool) -> None:
+        """Tidy after a run has ended, and where the log was written to since and holds what was deleted or is long."""
+        self._due |= ended
+        try:
+            log = Path(f"{self.database}-wal").stat()
+        except OSError:
+            return
+        if log.st_mtime_ns == self._seen and not self._due:
+            return
+        try:
+            clean = self._tidied(log.st_size)
+        except sqlite3.Error as error:
+            if not self._warned:
+                _LOG.warning("%s is not tidied yet: %s", self.database, error)
+            self._warned, clean = True, False
+        self._seen = log.st_mtime_ns if clean else -1
+        self._due &= not clean
+
+    def _tidied(self, size: int) -> bool:
+        with contextlib.closing(sqlite3.connect(self.database, timeout=_WAIT)) as link:
+            (free,) = link.execute("PRAGMA freelist_count").fetchone()
+            if not (free or self._due) and size < LOG:
+                return True
             link.execute("VACUUM")
-            link.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    except sqlite3.Error as error:
-        _LOG.warning("%s is not tidied: %s", database, error)
+            (busy, *_) = link.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return not busy

@@ -47,8 +47,9 @@ class ForkExecutor:
 
     do: Callable[[Any, int], None]
     """(task, id of this process): carries out a task, in the fork."""
-    after: Callable[[], None] | None = None
-    """Called when the last task that was under way has ended."""
+    idle: Callable[[bool], None] | None = None
+    """Called at every look for tasks while none is under way: whether one has ended since the last call."""
+    _ended: bool = False
 
     def get_eligible_capacity(self, supported_task_types: set[Any], **_: Any) -> tuple[set[Any], set[str]]:
         """Take any task: a SuperNode gives one at a time."""
@@ -59,7 +60,7 @@ class ForkExecutor:
 
     def launch(self, spec: Any) -> Any:
         """Fork, and let the child do what the task says."""
-        self.reconcile()
+        self._under_way()
         parent = os.getpid()
         if os.fork() == 0:
             die_with(parent)
@@ -68,13 +69,18 @@ class ForkExecutor:
 
     def reconcile(self) -> None:
         """Let go of children that have finished."""
-        ended = False
+        if not self._under_way() and self.idle:
+            ended, self._ended = self._ended, False
+            self.idle(ended)
+
+    def _under_way(self) -> bool:
+        """Let go of children that have finished, and return whether others have not."""
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
-                ended = True
+                self._ended = True
         except ChildProcessError:
-            if ended and self.after:
-                self.after()
+            return False
+        return True
 
     def close(self) -> None:
         """Nothing is held."""
@@ -112,7 +118,7 @@ def execute(address: str, parent: int, config: str, authority: str, database: st
     def do(spec: Any, parent: int) -> None:
         compat.run_task(spec, parent, client.app, server.app, lambda fab: apps.is_ours(fab, file))
 
-    executor = ForkExecutor(do, (lambda: apps.tidy(database)) if database else None)
+    executor = ForkExecutor(do, apps.Tidier(database).look if database else None)
     compat.run_executor(executor, address, parent=parent, authority=authority)
 
 
