@@ -17,8 +17,6 @@ from .config import SERVER_APP, FederationError
 
 _FILE = "apps.txt"
 """Hashes of apps that may bring code of their own to the server."""
-LOG = 1 << 17
-"""Bytes of a database's log up to which it is left to grow: what heartbeats write in minutes."""
 _WAIT = 2.0
 """Seconds that tidying waits for who reads or writes, before it tries again later."""
 _LOG = logging.getLogger("flwr")
@@ -68,27 +66,27 @@ class Tidier:
         self._seen = -1
 
     def look(self, ended: bool) -> None:
-        """Tidy after a run has ended, and where the log was written to since and holds what was deleted or is long."""
+        """Tidy after a run has ended, and whenever something was deleted since."""
         self._due |= ended
         try:
-            log = Path(f"{self.database}-wal").stat()
+            written = Path(f"{self.database}-wal").stat().st_mtime_ns
         except OSError:
             return
-        if log.st_mtime_ns == self._seen and not self._due:
+        if written == self._seen and not self._due:
             return
         try:
-            clean = self._tidied(log.st_size)
+            clean = self._tidied()
         except sqlite3.Error as error:
             if not self._warned:
                 _LOG.warning("%s is not tidied yet: %s", self.database, error)
             self._warned, clean = True, False
-        self._seen = log.st_mtime_ns if clean else -1
+        self._seen = written if clean else -1
         self._due &= not clean
 
-    def _tidied(self, size: int) -> bool:
+    def _tidied(self) -> bool:
         with contextlib.closing(sqlite3.connect(self.database, timeout=_WAIT)) as link:
             (free,) = link.execute("PRAGMA freelist_count").fetchone()
-            if not (free or self._due) and size < LOG:
+            if not (free or self._due):
                 return True
             link.execute("VACUUM")
             (busy, *_) = link.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
