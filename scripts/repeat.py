@@ -31,9 +31,10 @@ from metavd.runs.provenance import provenance
 STORE, PAGE = Path("results/repeats.jsonl"), Path("docs/repeats.md")
 WHAT = {
     "suite": ["--dist", "worksteal"],
-    # The federation with the longest life first, and a file's tests on one worker: they share what was started.
+    # A file's tests on one worker, as they share what was started; the longest files first, so that the small ones
+    # fill up the worker that is done sooner.
     "processes": ["--dist", "loadfile", "--no-loadscope-reorder", "-m", "processes and not campaign",
-                  "tests/flower/test_deployment.py", "tests"],
+                  "tests/flower/test_deployment.py", "tests/engine/test_ranks.py", "tests/test_cli.py", "tests"],
 }  # fmt: skip
 """What can be repeated, as arguments of pytest."""
 LIKE_MAKE = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}

@@ -822,7 +822,8 @@ def test_closed_pipe_is_no_error(tmp_path: Path) -> None:
 def test_kill_and_resume() -> None:
     """The short form of scripts/kill_and_resume.py: kill -9 at random moments leaves no trace in what comes out."""
     script = ROOT / "scripts" / "kill_and_resume.py"
-    command = [sys.executable, str(script), "--trials", "1", "--rounds", "8", "--method", "reptile+metavd"]
+    # The seed kills twice: in the middle of a checkpoint, and between the last one and the result.
+    command = [sys.executable, str(script), "--trials", "1", "--rounds", "8", "--seed", "30"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert outcome.stdout.count(": identical") == 1

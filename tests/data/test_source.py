@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 
-from metavd.data import source as source_module
 from metavd.data.source import DIGITS_MEAN, DIGITS_STD, Source, SourceError, arrays, digits, transform
 
 
@@ -211,6 +214,20 @@ def test_source_is_a_value():
     assert isinstance(data, Source)
 
 
-def test_import_is_light():
-    """scikit-learn is imported only by `digits`, not by the module."""
-    assert not hasattr(source_module, "load_digits")
+def test_digits_are_scikit_learns(monkeypatch):
+    """The file is read without scikit-learn, which is asked where there is no such file."""
+    wanted = load_digits()
+    ours = digits()
+    monkeypatch.setattr("metavd.data.source.find_spec", lambda _: None)
+    for found in (ours, digits()):
+        assert np.array_equal(found.x, wanted.images[:, None].astype(np.uint8))
+        assert np.array_equal(found.y, wanted.target)
+        assert (found.x.dtype, found.y.dtype) == (np.uint8, np.int64)
+
+
+def test_digits_need_no_scikit_learn():
+    """Law: a run of digits starts without scikit-learn, and without scipy's statistics, a second of imports."""
+    code = "import sys, metavd.runs.run, metavd.runs.evaluation; from metavd.data.source import digits; digits()\n"
+    code += "print(sorted({'sklearn', 'scipy.stats'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import metavd
 from cheap import cheap
-from metavd import methods
 from metavd.core import owned
 from metavd.engine.ranks import Ranks
 from metavd.engine.rounds import Silent
@@ -48,11 +47,11 @@ def rows() -> Any:
     return metavd.arrays((draw.normal(size=(120, 5)) + 2.0 * np.eye(5)[y]).astype(np.float32), y, name="blobs")
 
 
-def found(backend: str, only: str = "method") -> dict[str, list[str | None]]:
-    """Return the hashes of a run of every method, under vmap of some, and of variants, or only those that set this."""
+def found(backend: str, names: Sequence[str] = SOME, only: str = "method") -> dict[str, list[str | None]]:
+    """Return the hashes of a run of each of these methods and of variants, or only of those that set this."""
     source = rows()
     hashes = {}
-    plain = ({"method": name} for name in (SOME if backend == "vmap" else methods.NAMES))
+    plain = ({"method": name} for name in names)
     for settings in (each for each in (*plain, *VARIANTS) if only in each):
         own = cheap(settings["method"], **CHEAP)
         chosen = {name: value for name, value in settings.items() if name != "rows"}
@@ -108,6 +107,4 @@ def run_in(folder: str, task: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     task, folder = sys.argv[1:]
-    answer = run_in(folder, task)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(answer))
+    run_in(folder, task)

@@ -11,51 +11,53 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_script import found, run_in
+from rank_script import SOME, VARIANTS, found, run_in
 from torch import distributed as dist
 from torch.distributed import HashStore
 
+from metavd import methods
 from metavd.cli import main
 from metavd.engine.ranks import grain_of, numbered, shares
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
+T = TypeVar("T")
 FORK = multiprocessing.get_context("fork")
 """Starts at once, with everything imported; torch has one thread here."""
 
 
-def rank(number: int, size: int, port: int, what: tuple[str, ...], sender: Connection) -> None:
-    """Be one rank, with the environment that torchrun gives it; the first one sends the hashes."""
+def rank(number: int, size: int, port: int, do: Callable[[], object], sender: Connection) -> None:
+    """Be one rank, with the environment that torchrun gives it; the first one sends what it found."""
     own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({key: str(value) for key, value in (own | where | {"TORCHELASTIC_RUN_ID": "x"}).items()})
-    hashes = found(*what)
+    answer = do()
     dist.destroy_process_group()
     if number == 0:
-        sender.send(hashes)
+        sender.send(answer)
 
 
-def together(size: int, *what: str) -> dict[str, list[str | None]]:
+def together(size: int, do: Callable[[], T]) -> T:
     """Return what so many ranks find, each a fork of this process, around a store that this process holds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     receiver, sender = FORK.Pipe(duplex=False)
-    ranks = [FORK.Process(target=rank, args=(each, size, store.port, what, sender)) for each in range(size)]
+    ranks = [FORK.Process(target=rank, args=(each, size, store.port, do, sender)) for each in range(size)]
     for each in ranks:
         each.start()
     sender.close()
-    hashes: dict[str, list[str | None]] = receiver.recv()
+    answer: T = receiver.recv()
     for each in ranks:
         each.join(300)
     assert [each.exitcode for each in ranks] == [0] * size
-    return hashes
+    return answer
 
 
 def torchrun(ranks: int, *words: str, hosts: int = 1, at: str = "localhost:0") -> subprocess.CompletedProcess[str]:
@@ -67,27 +69,26 @@ def torchrun(ranks: int, *words: str, hosts: int = 1, at: str = "localhost:0") -
     )
 
 
-def answered(ranks: int, *words: str) -> dict[str, object]:
-    done = torchrun(ranks, str(SCRIPT), *words)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 @pytest.mark.processes
 def test_two_and_four_ranks_are_one_process_to_the_bit() -> None:
-    """Law: every method, a robust rule, an attack, lost clients, early stopping; model, private rows and answers."""
-    plain = found("loop")
-    assert together(2, "loop") == plain
-    assert together(4, "loop") == plain
+    """Law: every method, a robust rule, an attack, lost clients, early stopping; model, private rows and answers.
+
+    Four ranks do one method of each kind: they differ from two in who has which client, which no method can see.
+    """
+    plain = found("loop", methods.NAMES)
+    assert together(2, lambda: found("loop", methods.NAMES)) == plain
+    four = together(4, lambda: found("loop"))
+    assert len(four) == len(SOME) + len(VARIANTS)
+    assert four.items() <= plain.items()
 
 
 @pytest.mark.processes
 def test_under_vmap_the_number_of_ranks_cannot_be_seen() -> None:
     """Law: groups that are computed together do not depend on the number of ranks, nor where a cohort has parts."""
-    one = together(1, "vmap")
-    assert together(2, "vmap") == one
-    four = together(4, "vmap", "part")
+    one = together(1, lambda: found("vmap"))
+    assert len(one) == len(SOME) + len(VARIANTS)
+    assert together(2, lambda: found("vmap")) == one
+    four = together(4, lambda: found("vmap", only="part"))
     assert len(four) == 5
     assert four.items() <= one.items()
 
@@ -128,7 +129,7 @@ def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(
         ended = [both.submit(torchrun, 1, *words, hosts=2, at=at) for _ in range(2)]
     assert [each.result().returncode for each in ended] == [0, 0], [each.result().stderr for each in ended]
     assert sum("exitcode: -9" in each.result().stderr for each in ended) == 1
-    answered(2, "resumed", str(tmp_path / "by hand"))
+    together(2, lambda: run_in(str(tmp_path / "by hand"), "resumed"))
     assert same(tmp_path / "elastic", straight)
     assert same(tmp_path / "by hand", straight)
 

@@ -286,10 +286,16 @@ def assert_agree(one: ServerState, two: ServerState) -> None:
             torch.testing.assert_close(left[name], right[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("cohort", [5, 1])
-@pytest.mark.parametrize("method", methods.NAMES)
+ALONE = tuple(name for name in methods.NAMES if "+" not in name or name.startswith("reptile+"))
+"""Methods of which one client takes part: every base, and every regulariser on one of them."""
+
+
+@pytest.mark.parametrize(("method", "cohort"), [*((name, 5) for name in methods.NAMES), *((name, 1) for name in ALONE)])
 def test_ragged_clients(method: str, cohort: int) -> None:
-    """Parity: one sample, no test rows, a cohort of one: all finite, and vmap == loop to 1e-10."""
+    """Parity: one sample, no test rows, a cohort of one: all finite, and vmap == loop to 1e-10.
+
+    What a cohort of one can spoil is what the server makes of the answers, which is the base's or the regulariser's.
+    """
     data = pool(federation_of(*RAGGED, unseen=2), dtype=torch.float64)
     algorithm = build(method, data, rounds=2)
     state, records = trained(algorithm, data, rounds=2, cohort=cohort)
@@ -328,9 +334,12 @@ def most_batches(count: int, schedule: Schedule) -> int:
         return algorithm.local(received, batches)
 
     gc.collect()
-    before = sum(type(each) is Batch for each in gc.get_objects())
-    trained(replace(algorithm, local=watching), data, rounds=1, cohort=12, schedule=schedule)
-    return max(alive) - before
+    gc.freeze()  # what is there already is neither looked at nor counted
+    try:
+        trained(replace(algorithm, local=watching), data, rounds=1, cohort=12, schedule=schedule)
+    finally:
+        gc.unfreeze()
+    return max(alive)
 
 
 WHOLE_TURNS = Schedule("test", whole_turns(2), all_at_once(2))

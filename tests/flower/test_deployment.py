@@ -28,11 +28,13 @@ pytestmark = pytest.mark.processes
 NAMES = ("anna", "bert", "cleo")
 PATIENCE = 300
 """Seconds after which a run has failed, on the slowest machine that runs the tests."""
+SMALL = "unseen=0 model=mlp width=8 local_epochs=1"
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
-    with federation(tmp_path_factory.mktemp("federation"), poll=0.1) as found:
+    """A SuperLink and three nodes. They look for messages so rarely because looking is most of what they do."""
+    with federation(tmp_path_factory.mktemp("federation"), poll=0.25) as found:
         found.link()
         found.register(NAMES)
         for index, name in enumerate(NAMES):
@@ -45,7 +47,7 @@ def config(folder: Path, method: str, text: str, rounds: int) -> dict[str, Any]:
     """A run that asks again where a busy machine makes a node late: all three are needed for the simulator's bits."""
     return {
         "method": method, "set": text, "rounds": rounds, "clients": 3, "data": "digits", "out": str(folder),
-        "quorum": 3.0, "join-timeout": 240.0, "round-timeout": 240.0, "poll": 0.05,
+        "quorum": 3.0, "join-timeout": 240.0, "round-timeout": 240.0, "poll": 0.1,
     }  # fmt: skip
 
 
@@ -75,20 +77,28 @@ def test_a_deployed_federation_gives_the_simulators_bits(local, tmp_path):
 
     That it is so for what clients keep, too, the killed SuperLink below shows.
     """
-    folder, method, rounds, text = tmp_path / "run", "maml+metavd+drop", 2, "unseen=0 drop_from=1 threshold=0.1"
-    ends = time.monotonic() + PATIENCE
+    folder, method, rounds, text = tmp_path / "run", "maml+metavd+drop", 2, f"{SMALL} drop_from=1 threshold=0.1"
+    ends, seen = time.monotonic() + PATIENCE, False
+
+    def held() -> bool:
+        """Whether weights of a message lie in the SuperLink's database, or in its log."""
+        return any(b"logvar" in (local.folder / name).read_bytes() for name in ("state.db", "state.db-wal"))
 
     def hurry() -> None:
+        nonlocal seen
         assert time.monotonic() < ends, local.log("run")
+        seen = seen or held()
 
     local.run(config(folder, method, text, rounds), hurry)
+    assert seen
     result = json.loads((folder / "result.json").read_text())
     assert result["model_sha256"] == simulated(method, text, rounds)
+    assert 0 < result["sparsity"]["layer"] < 1
     assert [each.name for each in load(folder / "registry.json").members] == list(NAMES)
     lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     assert [each["cohort"] for each in lines] == [[0, 1, 2]] * rounds
     assert [path for path in folder.rglob("*") if path.stat().st_mode & 0o077] == []
-    until(lambda: (local.folder / "state.db-wal").stat().st_size < 1 << 17, local, "superlink")  # heartbeats go on
+    until(lambda: not held(), local, "superlink")
 
 
 REFUSED = {
@@ -136,8 +146,9 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
 
     The ServerApp of the killed SuperLink ends with it, and the command that followed the run says that it failed.
     """
-    folder, text = tmp_path / "killed", "unseen=0 model=mlp width=8 local_epochs=1"
-    asked = config(folder, "fedper+metavd", text, rounds=4)
+    folder = tmp_path / "killed"
+    asked = config(folder, "fedper+metavd", SMALL, rounds=4)
+    earlier = len(local.log("superlink"))
     following = local.start_run("killed", asked)
     rounds = Store(folder).read_rounds
     until(lambda: len(rounds()) >= 2, local, "killed")
@@ -145,7 +156,9 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     local.stop("superlink", how=signal.SIGKILL)
     local.stop("cleo")
     until(lambda: gone(server_app), local, "killed")
-    assert "Task stopped by user" not in local.log("superlink"), "it ended slowly, with all that Flower does at an end"
+    # Said as well of another test's run, by a heartbeat that came after its end.
+    slowly = "Task stopped by user" in local.log("superlink")[earlier:]
+    assert not slowly, "it ended with all that Flower does at an end"
     assert following.wait(PATIENCE) == 1, local.log("killed")
     assert "rounds are saved in" in local.log("killed").splitlines()[-1]
     assert 2 <= len(rounds()) < 4
@@ -156,10 +169,7 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     assert [each["round"] for each in rounds()] == [*range(1, 5)]
     members = load(folder / "registry.json").members
     assert [(each.number, each.name) for each in members] == [(0, "anna"), (1, "bert"), (2, "cleo")]
-    assert Store(folder).read_result()["model_sha256"] == simulated("fedper+metavd", text, rounds=4)
-
-
-SMALL = "unseen=0 model=mlp width=8 local_epochs=1"
+    assert Store(folder).read_result()["model_sha256"] == simulated("fedper+metavd", SMALL, rounds=4)
 
 
 def released(folder: Path) -> int:
@@ -169,17 +179,17 @@ def released(folder: Path) -> int:
 
 
 def test_a_killed_superlink_forgets_no_release_and_the_budget_ends_the_run(local, tmp_path):
-    """The budget is that of three rounds of six. With kill -9 after a release, what was released stays counted.
+    """The budget is that of two rounds of six. With kill -9 after a release, what was released stays counted.
 
     Every round is evaluated, so that there is time between a release and its checkpoint; whether the kill falls
-    between them is chance, and three releases are all that there may be either way.
+    between them is chance, and two releases are all that there may be either way.
     """
     clients = {"clients": 3, "cohort": 3, "rounds": 6, "delta": 1e-5, "clip": 1.0, "epsilon": 0.0}
-    three = Mechanism(noise=2.0, **clients).spent({2.0: 3})
+    two = Mechanism(noise=2.0, **clients).spent({2.0: 2})
     folder = tmp_path / "budget"
-    asked = config(folder, "fedavg+dp", f"{SMALL} noise=2 epsilon={1.01 * three:.3f}", rounds=6) | {"eval-every": 1}
+    asked = config(folder, "fedavg+dp", f"{SMALL} noise=2 epsilon={1.01 * two:.3f}", rounds=6) | {"eval-every": 1}
     following = local.start_run("budget", asked)
-    until(lambda: released(folder) >= 2, local, "budget")
+    until(lambda: released(folder) >= 1, local, "budget")
     server_app = int((folder / ".lock").read_text())
     local.stop("superlink", how=signal.SIGKILL)
     until(lambda: gone(server_app), local, "budget")
@@ -189,10 +199,10 @@ def test_a_killed_superlink_forgets_no_release_and_the_budget_ends_the_run(local
     assert local.start_run("budget again", asked).wait(PATIENCE) == 0, local.log("budget again")
     said, result = local.log("budget again"), Store(folder).read_result()
     done = int((re.search(r"going on after round (\d+)", said) or [0, 0])[1])
-    assert "the privacy budget is spent: 3 rounds took" in said
-    assert released(folder) == result["privacy"]["rounds"] == 3
-    assert result["trained_rounds"] == 3 - (before - done)
-    assert result["privacy"]["epsilon"] == pytest.approx(three)
+    assert "the privacy budget is spent: 2 rounds took" in said
+    assert released(folder) == result["privacy"]["rounds"] == 2
+    assert result["trained_rounds"] == 2 - (before - done)
+    assert result["privacy"]["epsilon"] == pytest.approx(two)
     assert result["privacy"]["noise_from"] == "server"
 
 

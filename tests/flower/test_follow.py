@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -115,17 +115,27 @@ def test_a_run_that_does_not_start_has_failed(play: Play) -> None:
         play(said="╭─ Error ──╮\n│ no such app │")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Heed Ctrl-C, which a shell lets its jobs in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_command_that_is_interrupted_leaves_nothing_and_says_what_goes_on(tmp_path: Path) -> None:
     """Ctrl-C: Flower's own command is stopped, and the person knows how to stop the run."""
     began = time.monotonic()
 
+    shown: list[str] = []
+
     def interrupt() -> None:
-        while not (tmp_path / "calls").exists():
+        while STARTED not in "".join(shown):
             time.sleep(0.01)
-        time.sleep(0.3)
+        time.sleep(0.3)  # the command has read the run's number by then
         signal.raise_signal(signal.SIGINT)
 
-    shown: list[str] = []
     (tmp_path / "run").write_text(STARTED)
     (tmp_path / "pause").write_text("60")
     threading.Thread(target=interrupt, daemon=True).start()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import stdtrit
-from scipy.stats import wilcoxon
 
 _CELLS = 1_000_000
 """Size of the largest array that `resampled` makes: its memory does not grow with the number of clients."""
@@ -92,6 +91,8 @@ def signed_rank(differences: np.ndarray) -> float:
 
     Those of 0 say nothing; where all are, p is 1.
     """
+    from scipy.stats import wilcoxon  # noqa: PLC0415 (half a second, and every run imports this module)
+
     told = differences[differences != 0]
     return float(wilcoxon(told).pvalue) if len(told) else 1.0
 

@@ -102,7 +102,7 @@ def _to_the_end(work: Callable[[], None]) -> None:
         os._exit(status)
 
 
-def execute(address: str, parent: int, config: str, authority: str, database: str) -> None:
+def execute(address: str, parent: int, authority: str, database: str) -> None:
     """Do the tasks that a SuperNode or SuperLink has, until its process is gone."""
     die_with(parent)
     from .. import methods, models  # noqa: PLC0415 - all before the first fork: no child needs to import them
@@ -111,8 +111,6 @@ def execute(address: str, parent: int, config: str, authority: str, database: st
     compat.load_task(server=bool(database))
     for registry in (methods.REGISTRY, models.REGISTRY):
         registry.own()
-    if "partition-id" in config:  # a share of a dataset, most likely of the digits that come with scikit-learn
-        import sklearn.datasets  # noqa: F401, PLC0415
     file = apps.registered(database)
 
     def do(spec: Any, parent: int) -> None:
@@ -122,10 +120,9 @@ def execute(address: str, parent: int, config: str, authority: str, database: st
     compat.run_executor(executor, address, parent=parent, authority=authority)
 
 
-def beside(address: str, *, config: str = "", authority: str = "", database: str = "") -> None:
+def beside(address: str, *, authority: str = "", database: str = "") -> None:
     """Keep an executor running as long as this process lives."""
-    command = [sys.executable, "-m", "metavd.flower.warm", "--execute", address, str(os.getpid()), config, authority,
-               database]  # fmt: skip
+    command = [sys.executable, "-m", "metavd.flower.warm", "--execute", address, str(os.getpid()), authority, database]
     environment = {**os.environ, _INTERVAL: os.environ.get(_INTERVAL, os.environ.get(POLL, "0.2"))}
 
     def keep() -> None:
@@ -193,7 +190,7 @@ def refusal(error: Any) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Run flower-supernode with these arguments and an executor beside it; what it writes is its user's alone."""
     os.umask(0o077)
-    beside(f"127.0.0.1:{value_of(arguments, '--port', '9094')}", config=value_of(arguments, "--node-config"))
+    beside(f"127.0.0.1:{value_of(arguments, '--port', '9094')}")
     poll = float(os.environ.get(POLL, "1"))
     _to_the_end(
         lambda: compat.run_supernode(
