@@ -62,7 +62,8 @@ class Tidier:
 
     def __init__(self, database: str) -> None:
         self.database = Path(database)
-        self._due = self._warned = False
+        self._due = self._whole = self._warned = False
+        """Whether a run has ended since, the log has yet to be cut, and a fault was told."""
         self._seen = -1
 
     def look(self, ended: bool) -> None:
@@ -81,13 +82,14 @@ class Tidier:
                 _LOG.warning("%s is not tidied yet: %s", self.database, error)
             self._warned, clean = True, False
         self._seen = written if clean else -1
-        self._due &= not clean
 
     def _tidied(self) -> bool:
         with contextlib.closing(sqlite3.connect(self.database, timeout=_WAIT)) as link:
             (free,) = link.execute("PRAGMA freelist_count").fetchone()
-            if not (free or self._due):
-                return True
-            link.execute("VACUUM")
-            (busy, *_) = link.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        return not busy
+            if free or self._due:
+                link.execute("VACUUM")
+                self._due, self._whole = False, True
+            if self._whole:
+                (busy, *_) = link.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                self._whole = bool(busy)
+        return not self._whole
