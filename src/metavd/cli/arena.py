@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..runs.settings import RUNTIME, SETTINGS
 from ..schema import nearest
 from . import later
-from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, timed, tuned, tuned_folder, words
+from .terminal import Reporter, experiment_of, many, settings_of, shared, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -37,9 +37,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 @click.option("--picture", type=click.Path(dir_okay=False), metavar="F",
               help="Also draw accuracy and calibration error, as .png, .svg or .pdf.")  # fmt: skip
 @tuned
-@at_once
-@sliced
-@timed
+@many
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
     which: str | None, picture: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool,

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, console, settings_of
+from .terminal import Reporter, print_table, settings_of
 
 _STORE = "results"
 _PLACES = {"--flower-python": "PYTHON", "--pfl-python": "PYTHON", "--root": "DIR", "--json": "FILE"}
@@ -95,12 +94,7 @@ def _print(found: Mapping[str, Any]) -> None:
     """Print what was measured."""
     for workload in found["workloads"]:
         heading, *rows = later.bench_page.table(workload)
-        shown = Table(title=workload["name"], title_justify="left")
-        for i, name in enumerate(heading):
-            shown.add_column(name, justify="right" if i else "left")
-        for row in rows:
-            shown.add_row(*row)
-        console().print(shown)
+        print_table(heading, rows, title=workload["name"], numbers=1)
     for name, points in found["curves"].items():
         for point in points:
             line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]

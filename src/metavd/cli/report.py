@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import webbrowser
 from pathlib import Path
 
 import click
 
 from . import later
-from .terminal import Reporter
+from .terminal import Reporter, command_line
 
 
 @click.command("report")
@@ -35,7 +33,7 @@ def report_command(
     page = Path(named) if named else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))
     reporter = Reporter()
     with reporter.err.status("Reading runs and drawing"):
-        command = f"metavd {shlex.join(sys.argv[1:])}"
+        command = command_line()
         drawn = Path(figures) if figures else None
         if len(places) == 1 and later.report_tuning.is_study(places[0]):
             notes = later.report_tuning.write_study(places[0], page, figures=drawn, command=command)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from .. import methods as catalogue
 from ..errors import SpecError
@@ -32,8 +36,35 @@ def console() -> Console:
     return out if out.is_terminal else Console(highlight=False, width=_WIDE)
 
 
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: int = 100, **look: Any
+) -> None:
+    """Print a table, whose columns from `numbers` on stand to the right."""
+    table = Table(title=title, title_justify="left", **look)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place >= numbers else "left")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def command_line() -> str:
+    """Return the command that was given, as a page names it."""
+    return f"metavd {shlex.join(sys.argv[1:])}"
+
+
+def folder_name(text: str) -> str:
+    """Return a text in a form that folders can have; paths, and names of a table, may hold anything."""
+    return re.sub(r"[^\w.+=-]+", "-", text)
+
+
+def folder_for(e: Experiment, sign: str, kind: str = "") -> Path:
+    """Return runs/DATA-METHOD-sSEED-SIGN: the same command always has the same folder."""
+    return Path("runs") / f"{kind}{folder_name(e.data)[-60:]}-{e.method}-s{e.seed}-{sign}"
+
+
 class Shown:
-    """Lines on standard error, and on a terminal a bar below them."""
+    """Lines on standard error, and on a terminal a bar below them; the bar is away after `with`."""
 
     quiet = False
     """Whether another process speaks for this one."""
@@ -43,6 +74,12 @@ class Shown:
         self.bar: Progress | None = None
         self.total = 0
         self.said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def show(self, title: str, total: int, done: int) -> None:
         """Show the bar, where there is a terminal."""
@@ -210,11 +247,10 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> later.st
     return None if value in {None, "1/1"} else later.studies_many.Share.of(str(value))
 
 
-sliced = click.option(
+_sliced = click.option(
     "--slice", "share", callback=_share, metavar="K/N",
     help="Run only the K-th of N shares of what is missing, the same whoever asks; see docs/scale.md.",
 )  # fmt: skip
-"""Of commands whose runs may be spread over many processes and machines."""
 
 
 def _until(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
@@ -222,11 +258,11 @@ def _until(_: click.Context, __: click.Parameter, value: float | None) -> float 
     return None if value is None else time.monotonic() + 60 * value
 
 
-timed = click.option(
+_timed = click.option(
     "--minutes", "until", type=click.FloatRange(0, min_open=True), callback=_until, metavar="M",
     help="Begin no run that would not be over M minutes from now, if it took as long as those before it.",
 )  # fmt: skip
-"""Of commands that carry out many runs; what is left is for the same command another time."""
+"""What is left is for the same command another time."""
 
 
 tuned = adding(
@@ -252,4 +288,5 @@ at_once = click.option(
     "--jobs", type=click.IntRange(0, 1000), default=0, metavar="P",
     help="Runs at once, each in its own process. [default: 4 on a GPU, 1 on a CPU]",
 )  # fmt: skip
-"""Of commands that carry out many runs."""
+many = adding(at_once, _sliced, _timed)
+"""Of commands whose runs may be spread over many processes and machines."""

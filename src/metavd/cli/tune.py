@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import SpecError
 from ..studies.plan import VALID, Plan, Watcher, name_of, plan
@@ -21,12 +17,13 @@ from .terminal import (
     Shown,
     adding,
     at_once,
-    console,
+    command_line,
     experiment_of,
+    folder_for,
+    many,
+    print_table,
     settings_of,
     shared,
-    sliced,
-    timed,
     words,
 )
 
@@ -121,12 +118,9 @@ def tune_command(
         )
     experiment = experiment_of(settings, names[0] if names else None)
     study = plan(experiment, search, seeds=seeds, metric=metric, by=by, sampler=sampler, prune=prune)
-    folder = Path(out) if out else default_folder(study)
-    bar = Bar()
-    try:
+    folder = Path(out) if out else folder_for(study.experiment, name_of(study), "tune-")
+    with Bar() as bar:
         history = later.studies_tune.tune(study, out=folder, trials=trials, jobs=jobs, watcher=bar)
-    finally:
-        bar.stop()
     print_study(history)
     click.echo(f"\nFiles: {folder}/trials.json, importance.json, study.db\nmetavd run --config {folder / 'best.toml'}")
 
@@ -148,13 +142,6 @@ def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]
     return result
 
 
-def default_folder(study: Plan) -> Path:
-    """Return runs/tune-DATA-METHOD-sSEED-HASH: the same command always has the same folder."""
-    e = study.experiment
-    name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]
-    return Path("runs") / f"tune-{name}-{e.method}-s{e.seed}-{name_of(study)}"
-
-
 def _shown(metric: str, value: float) -> str:
     return f"{value:.4f}" if metric == "nll" else f"{value:.1%}"
 
@@ -169,17 +156,15 @@ def print_study(history: Mapping[str, Any]) -> None:
     searched = list(history["study"]["space"])
     finished = [line for line in lines if line["state"] == "finished"]
     finished.sort(key=lambda line: line["value"], reverse=history["direction"] == "maximize")
-    table = Table(title=f"best trials by validation {_METRIC[metric]}", title_justify="left")
-    for heading in ("trial", _METRIC[metric], *searched, "seconds"):
-        table.add_column(heading, justify="right")
-    for line in finished[:_BEST]:
-        table.add_row(
-            str(line["number"]),
-            _shown(metric, line["value"]),
-            *(_text(line["settings"][key]) for key in searched),
-            f"{line['seconds']:.1f}",
-        )
-    console().print(table)
+    print_table(
+        ("trial", _METRIC[metric], *searched, "seconds"),
+        (
+            [str(line["number"]), _shown(metric, line["value"]), *(_text(line["settings"][key]) for key in searched),
+             f"{line['seconds']:.1f}"]
+            for line in finished[:_BEST]
+        ),
+        title=f"best trials by validation {_METRIC[metric]}", numbers=0,
+    )  # fmt: skip
     stopped = sum(line["state"] == "stopped" for line in lines)
     click.echo(f"{len(finished)} trials finished, {stopped} stopped early or diverged")
     if history["importance"]:
@@ -203,9 +188,7 @@ def print_study(history: Mapping[str, Any]) -> None:
               help="Also write what was chosen as a document and as files; without METHOD nothing is run.")  # fmt: skip
 @click.option("--files", type=click.Path(file_okay=False), metavar="DIR",
               help="Where --page writes the files, one for each method. [default: results/tuned]")  # fmt: skip
-@at_once
-@sliced
-@timed
+@many
 def tune_all_command(
     *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
     share: later.studies_many.Share | None, until: float | None, page: str | None, files: str | None,
@@ -235,10 +218,9 @@ def tune_all_command(
         reporter.note(f"  {line['method']}  round {line['round']}  trial {line['trial']}  {score}  {what}")
     _print_chosen(store)
     if page is not None:
-        command = f"metavd {shlex.join(sys.argv[1:])}"
         lines = list(later.studies_halving.read(Path(store)).values())
         folder = Path(files) if files else later.studies_tuned.FOLDER
-        Path(page).write_text(later.studies_halving.page(lines, command))
+        Path(page).write_text(later.studies_halving.page(lines, command_line()))
         written = later.studies_tuned.write(lines, folder)
         click.echo(f"Written: {page}" + (f", and {len(written)} files in {folder}" if written else ""))
 
@@ -254,12 +236,9 @@ def _rungs(text: str) -> tuple[int, ...]:
 
 
 def _print_chosen(store: str) -> None:
-    table = Table(title="chosen on validation rows and clients", title_justify="left")
-    for heading in ("study", "method", "accuracy", "settings"):
-        table.add_column(heading)
-    for (study, method), lines in later.studies_halving.chosen(
-        later.studies_halving.read(Path(store)).values()
-    ).items():
-        settings = " ".join(f"{key}={value}" for key, value in lines[0]["settings"].items())
-        table.add_row(study, method, f"{lines[0]['score']:.1%}", settings)
-    console().print(table)
+    chosen = later.studies_halving.chosen(later.studies_halving.read(Path(store)).values())
+    rows = [
+        (study, method, f"{best['score']:.1%}", " ".join(f"{key}={value}" for key, value in best["settings"].items()))
+        for (study, method), (best, *_) in chosen.items()
+    ]
+    print_table(("study", "method", "accuracy", "settings"), rows, title="chosen on validation rows and clients")

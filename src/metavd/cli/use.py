@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, adding, console
+from .terminal import Reporter, adding, folder_name, print_table
 
 _placed = adding(
-    click.option("--domain", metavar="NAME",
-                 help="Of a run on several datasets, which of them the rows are like. [default: by name]"),
     click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]"),
     click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]"),
-)  # fmt: skip
+)
 """What these commands share."""
-
-
-def _folder_name(text: str) -> str:
-    """Return a client's name in a form that folders can have; names of a table may hold anything."""
-    return re.sub(r"[^\w.+=-]+", "-", text)[:80]
+_domain = click.option(
+    "--domain", metavar="NAME",
+    help="Of a run on several datasets, which of them the rows are like. [default: by name]",
+)  # fmt: skip
 
 
 @click.command("personalize")
@@ -33,6 +28,7 @@ def _folder_name(text: str) -> str:
 @click.option(
     "--client", metavar="ID", help="One of NEW's clients, or without NEW the name or number of one of the run's."
 )
+@_domain
 @_placed
 @click.option("--out", type=click.Path(), metavar="DIR", help="Folder for the model. [default: below RUN/personal]")
 def personalize_command(
@@ -45,7 +41,7 @@ def personalize_command(
     """
     reporter = Reporter()
     found = later.serve_personal.personalize_each(run, data, client=client, domain=domain, note=reporter.note, **how)
-    names = {name: _folder_name(f"client-{name}") if own.about["client"] else name for name, own in found.items()}
+    names = {name: folder_name(f"client-{name}")[:80] if own.about["client"] else name for name, own in found.items()}
     base = Path(out) if out else Path(run) / "personal"
     alone = out is not None and len(found) == 1
     for name, own in found.items():
@@ -78,6 +74,7 @@ def personalize_command(
     metavar="ROWS",
     help="Labelled rows of the client for its sets. [default: its validation rows in the run]",
 )
+@_domain
 @_placed
 @click.option(
     "--out", type=click.Path(dir_okay=False), metavar="F", help="A .csv or .parquet file. [default: CSV, printed]"
@@ -142,8 +139,7 @@ def predict_command(
 @click.option("--rows", type=int, default=200, show_default=True, metavar="N", help="How many of them.")
 @click.option("--coverage", type=float, default=0.9, show_default=True, metavar="C",
               help="How often a set of classes is to hold the right one.")  # fmt: skip
-@click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]")
-@click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]")
+@_placed
 @click.option("--out", type=click.Path(dir_okay=False), metavar="F.json", help="[default: RUN/trust.json]")
 def trust_command(*, run: str, out: str | None, **how: Any) -> None:
     """Measure how far the answers of a finished RUN can be trusted, client by client.
@@ -155,10 +151,7 @@ def trust_command(*, run: str, out: str | None, **how: Any) -> None:
     path = Path(out) if out else Path(run) / "trust.json"
     title = f"sets for coverage {found['coverage']:g}"
     title += f", unknown inputs from {found['unknown']['data']}" if "unknown" in found else ""
-    table = Table("", "by", "participating clients", "unseen clients", title=title, title_justify="left")
-    for row in later.serve_trust.lines(found):
-        table.add_row(*row)
-    console().print(table)
+    print_table(("", "by", "participating clients", "unseen clients"), later.serve_trust.lines(found), title=title)
     later.serve_trust.write(found, path)
     click.echo(f"Written: {path}")
 
@@ -174,6 +167,7 @@ def trust_command(*, run: str, out: str | None, **how: Any) -> None:
 )
 @click.option("--samples", type=int, metavar="S", help="Posterior draws in an ONNX graph. [default: the run's]")
 @click.option("--licence", metavar="TEXT", help="What the model card says of it.")
+@_domain
 @_placed
 def export_command(
     *, place: str, client: str | None, kind: str | None, out: str, samples: int | None, licence: str | None,
