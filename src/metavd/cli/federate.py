@@ -198,14 +198,11 @@ def key_command(path: str) -> None:
 @click.argument("public", type=click.Path(), metavar="NEW.pub")
 def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
-    store, path = _registry(folder)
+    (store, path), registry = _registry(folder), later.flower_registry
     with store.lock():
-        known = later.flower_registry.rekeyed(
-            later.flower_registry.load(path),
-            name,
-            later.flower_registry.by_key(later.flower_security.fingerprint(Path(public))),
-        )
-        later.flower_registry.save(path, known)
+        known = registry.load(path)
+        identity = registry.by_key(later.flower_security.fingerprint(Path(public)))
+        registry.save(path, registry.rekeyed(known, name, identity))
         later.flower_audit.note(store.folder, "rekey", client=name, key=Path(public).name)
     click.echo(f"{path}: client {name} is known by {public} from now on")
 
@@ -219,10 +216,9 @@ def rows_command(*, folder: str, name: str, rows: int) -> None:
 
     Without it, an answer that claims more rows than the client had before is refused.
     """
-    store, path = _registry(folder)
+    (store, path), registry = _registry(folder), later.flower_registry
     with store.lock():
-        known = later.flower_registry.with_rows(later.flower_registry.load(path), name, rows)
-        later.flower_registry.save(path, known)
+        registry.save(path, registry.with_rows(registry.load(path), name, rows))
         later.flower_audit.note(store.folder, "rows", client=name, rows=rows)
     click.echo(f"{path}: client {name} may claim {rows} rows from now on")
 
@@ -283,13 +279,13 @@ def _registry(folder: str) -> tuple[Any, Path]:
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
     """Write the Flower app that `metavd federate run DIR/metavd-app` starts: a run config, explained, and no code."""
-    click.echo(_write_app(Path(folder)))
+    click.echo(later.flower_config.write_app(Path(folder)))
     if superlink is not None:
         _ready()
         if not insecure and certificates is None:
             raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
         authority = None if insecure else (Path(str(certificates)) / later.flower_security.CA).resolve()
-        home = _flower_home()
+        home = later.flower_config.flower_home()
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         if (home / "config.toml").exists():
             raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
@@ -332,7 +328,7 @@ def run_command(*, words: tuple[str, ...], superlink: str) -> None:
     values = {key: getattr(chosen, key.replace("-", "_")) for key in given} | {"out": out}
     with tempfile.TemporaryDirectory(prefix="metavd-app-") as scratch:
         if app is None:
-            app = _write_app(Path(scratch))
+            app = later.flower_config.write_app(Path(scratch))
         later.flower_follow.follow(
             app, values, superlink=superlink, environment={**later.flower_local.QUIET, **os.environ},
             show=lambda line: click.echo(line, nl=False),
@@ -359,7 +355,7 @@ def _app_config(app: Path | None) -> dict[str, Any]:
 
 
 def _need_superlink(name: str) -> None:
-    path = _flower_home() / "config.toml"
+    path = later.flower_config.flower_home() / "config.toml"
     try:
         known = tomllib.loads(path.read_text()).get("superlink", {})
     except (OSError, ValueError) as error:
@@ -369,17 +365,6 @@ def _need_superlink(name: str) -> None:
     if not isinstance(known.get(name), dict):
         names = ", ".join(each for each, value in known.items() if isinstance(value, dict)) or "none"
         raise UserError(f"superlink is {name!r}, but {path} has {names}; name one of them with --superlink")
-
-
-def _flower_home() -> Path:
-    return Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
-
-
-def _write_app(folder: Path) -> Path:
-    place = folder / later.flower_config.APP
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "pyproject.toml").write_text(later.flower_config.app_toml())
-    return place
 
 
 @federate_group.command("link")
@@ -406,19 +391,9 @@ def link_command(
     elif certificates is None:
         raise UserError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
     else:
-        names = {
-            "ca-certfile": later.flower_security.CA,
-            "certfile": later.flower_security.SERVER,
-            "keyfile": later.flower_security.SERVER_KEY,
-        }
-        for option, name in names.items():
-            path = Path(certificates).resolve() / name
-            if not path.exists():
-                raise UserError(f"{path} is not there; make it with metavd federate certificates")
-            arguments += [f"--ssl-{option}", str(path)]
+        arguments += later.flower_security.link_arguments(Path(certificates).resolve())
         if (Path(certificates) / later.flower_security.CA_KEY).exists():
             Reporter().note(f"{certificates} has {later.flower_security.CA_KEY}, which belongs on another machine")
-        arguments.append("--enable-supernode-auth")
     _quiet(1.0)
     later.flower_link.main(arguments, connections)
 

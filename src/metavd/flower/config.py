@@ -8,9 +8,11 @@ options of the method travel together in `set`.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from .. import methods
@@ -206,3 +208,16 @@ def app_toml(**values: Any) -> str:
     for name, key in KEYS.items():
         lines += [f"# {key.help}", f"{name} = {json.dumps(values.get(name, key.default))}"]
     return "\n".join(lines) + "\n"
+
+
+def write_app(folder: Path) -> Path:
+    """Write the app into a folder of its own below this one, and return that."""
+    place = folder / APP
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "pyproject.toml").write_text(app_toml())
+    return place
+
+
+def flower_home() -> Path:
+    """Return the folder that Flower keeps its own files in."""
+    return Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..container import Format, dump, load, write_atomic
+from ..container import Format, dump, load
 from ..core.types import Batch
 from ..errors import UserError
 from ..runs.settings import Experiment
@@ -149,9 +149,7 @@ def check_received(policy: Policy, own: Shelf, received: Params) -> None:
         bound = policy.largest_change * (1.0 + _norm([last[name].double() for name in there]))
         if len(there) < len(received) or not moved <= bound:
             raise RefusedError(f"the weights moved by {moved:.3g} since the last ones; the policy allows {bound:.3g}")
-    own.make()
-    write_atomic(path, dump(_RECEIVED, {name: value.cpu().contiguous() for name, value in received.items()}))
-    path.chmod(0o600)
+    own.put(path, dump(_RECEIVED, {name: value.cpu().contiguous() for name, value in received.items()}))
 
 
 def _arrows(received: Params) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -192,13 +190,11 @@ def check_day(policy: Policy, own: Shelf) -> None:
     """Refuse a turn too many in 24 hours, over all runs."""
     if not policy.rounds_a_day:
         return
-    own.make()
     path, now = own.folder.parent.parent / "turns.json", time.time()
     turns = [each for each in json.loads(path.read_text()) if each > now - _DAY] if path.exists() else []
     if len(turns) >= policy.rounds_a_day:
         raise RefusedError(f"there were {len(turns)} turns in 24 hours; the policy allows {policy.rounds_a_day}")
-    write_atomic(path, json.dumps([*turns, now]).encode())
-    path.chmod(0o600)
+    own.put(path, json.dumps([*turns, now]).encode())
 
 
 def _norm(values: Sequence[torch.Tensor]) -> float:
