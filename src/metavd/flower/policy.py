@@ -16,7 +16,6 @@ was refused, and no more. SECURITY.md says what is still possible.
 from __future__ import annotations
 
 import json
-import math
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from ..errors import UserError
 from ..runs.settings import Experiment
 from ..schema import nearest, option, options
 from ..tree import Params
+from ..wire.guard import norm
 from .config import FederationError
 from .private import Shelf
 
@@ -145,8 +145,8 @@ def check_received(policy: Policy, own: Shelf, received: Params) -> None:
     if path.exists():
         last, _ = load(_RECEIVED, path.read_bytes())
         there = [name for name in received if name in last and last[name].shape == received[name].shape]
-        moved = _norm([received[name].cpu().double() - last[name].double() for name in there])
-        bound = policy.largest_change * (1.0 + _norm([last[name].double() for name in there]))
+        moved = norm([received[name].cpu().double() - last[name].double() for name in there])
+        bound = policy.largest_change * (1.0 + norm([last[name].double() for name in there]))
         if len(there) < len(received) or not moved <= bound:
             raise RefusedError(f"the weights moved by {moved:.3g} since the last ones; the policy allows {bound:.3g}")
     own.put(path, dump(_RECEIVED, {name: value.cpu().contiguous() for name, value in received.items()}))
@@ -195,7 +195,3 @@ def check_day(policy: Policy, own: Shelf) -> None:
     if len(turns) >= policy.rounds_a_day:
         raise RefusedError(f"there were {len(turns)} turns in 24 hours; the policy allows {policy.rounds_a_day}")
     own.put(path, json.dumps([*turns, now]).encode())
-
-
-def _norm(values: Sequence[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(value.square().sum()) for value in values))

@@ -107,13 +107,6 @@ def _shown(claimed: object) -> str:
         return "too many"
 
 
-def _samples(limits: Limits, claimed: object) -> float:
-    most = min(limits.max_samples, _COUNTABLE)
-    if isinstance(claimed, bool) or not isinstance(claimed, (int, float)) or not 0 < claimed <= most:
-        raise _FaultError("samples", f"it claims {_shown(claimed)} samples; a number above 0, at most {most:g}, can be")
-    return float(claimed)
-
-
 def _params(limits: Limits, expected: Expected, payload: object) -> Params:
     if not isinstance(payload, bytes):
         raise _FaultError("damaged", f"the payload is no bytes but {type(payload).__name__}")
@@ -131,13 +124,9 @@ def _params(limits: Limits, expected: Expected, payload: object) -> Params:
     return {name: params[name] for name in expected.received}
 
 
-def _norm(values: Iterable[Tensor]) -> float:
+def norm(values: Iterable[Tensor]) -> float:
+    """Return the norm of all values together; in float64, whose squares of float32 do not overflow."""
     return math.sqrt(sum(float(value.to(torch.float64).square().sum()) for value in values))
-
-
-def _change(params: Params, received: Params) -> float:
-    """Return ||answer - received||; in float64, whose squares of float32 do not overflow."""
-    return _norm(value.to(torch.float64) - received[name].detach().cpu() for name, value in params.items())
 
 
 @dataclass
@@ -186,7 +175,11 @@ class Guard:
 
     def _claim(self, expected: Expected, samples: object) -> float:
         """Return the rows that a client claims, if they are no more than before."""
-        claimed = _samples(self.limits, samples)
+        most = min(self.limits.max_samples, _COUNTABLE)
+        if isinstance(samples, bool) or not isinstance(samples, (int, float)) or not 0 < samples <= most:
+            why = f"it claims {_shown(samples)} samples; a number above 0, at most {most:g}, can be"
+            raise _FaultError("samples", why)
+        claimed = float(samples)
         if claimed > expected.said:
             raise _FaultError("samples", f"it claims {claimed:g} samples, and said hello with {expected.said:g} rows")
         before = self.rows.get(expected.client, math.inf)
@@ -221,8 +214,8 @@ class Guard:
     def _bounded(self, expected: Expected, params: Params) -> float:
         """Return how far the answer moved, if that is not too far."""
         received = {name: value for name, value in expected.received.items() if not is_mask(name)}
-        change = _change({name: params[name] for name in received}, received)
-        bound = self.limits.max_norm * (1.0 + _norm(value.detach() for value in received.values()))
+        change = norm(params[name].to(torch.float64) - value.detach().cpu() for name, value in received.items())
+        bound = self.limits.max_norm * (1.0 + norm(value.detach() for value in received.values()))
         if not change <= bound:
             raise _FaultError("norm", f"it moved the weights by {change:.3g}; {bound:.3g} is allowed by what was sent")
         # Clients that did not move at all say nothing about how far is too far.
