@@ -64,7 +64,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     invoke_without_command=True,
-    context_settings={"help_option_names": _HELP, "max_content_width": 100},
+    context_settings={"help_option_names": _HELP, "max_content_width": 100, "show_default": True},
 )
 @click.version_option(VERSION, prog_name="metavd")
 @click.pass_context

@@ -22,8 +22,7 @@ def data_group() -> None:
 
 @data_group.command("fetch")
 @click.argument("name")
-@click.option("--root", envvar="METAVD_DATA", default="data", show_default=True, metavar="DIR",
-              help="Folder to put the files into.")  # fmt: skip
+@click.option("--root", envvar="METAVD_DATA", default="data", metavar="DIR", help="Folder to put the files into.")
 def fetch_command(name: str, root: str) -> None:
     """Download dataset NAME from its official place; sizes and checksums are verified."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -21,10 +21,10 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import UserError
 from . import later
-from .terminal import Reporter
+from .terminal import FILE, FOLDER, PLACE, Reporter
 from .train import print_results
 
-_PORT = 8000
+_PORTS = click.IntRange(1, 65_535)
 
 
 @click.group("federate")
@@ -51,12 +51,12 @@ def _ready() -> None:
 
 
 @federate_group.command("demo")
-@click.option("--nodes", type=click.IntRange(1, 50), default=3, show_default=True, help="Clients, two processes each.")
-@click.option("--rounds", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Communication rounds.")
-@click.option("--method", default="reptile+metavd+drop", show_default=True, help="See metavd methods.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
+@click.option("--nodes", type=click.IntRange(1, 50), default=3, help="Clients, two processes each.")
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=5, help="Communication rounds.")
+@click.option("--method", default="reptile+metavd+drop", help="See metavd methods.")
+@click.option("--seed", type=int, default=0, help="Seed of everything random.")
 @click.option("--set", "text", default=None, metavar="TEXT", help="Options of the method, such as 'beta=2 lr=0.05'.")
-@click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]")
+@click.option("--out", type=PLACE, metavar="DIR", help="Folder for results. [default: below runs/]")
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: anybody on this machine could join.")
 def demo_command(
     *, nodes: int, rounds: int, method: str, seed: int, text: str | None, out: str | None, insecure: bool
@@ -163,12 +163,12 @@ def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
 
 
 @federate_group.command("certificates")
-@click.argument("folder", type=click.Path(file_okay=False), metavar="DIR")
+@click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--host", "hosts", multiple=True, required=True, metavar="NAME",
               help="Name or address by which sites reach the server; repeatable.")  # fmt: skip
-@click.option("--ca-dir", type=click.Path(file_okay=False), metavar="DIR",
+@click.option("--ca-dir", type=FOLDER, metavar="DIR",
               help="Folder of the authority, on another machine than the server. [default: DIR]")  # fmt: skip
-@click.option("--days", type=click.IntRange(1, 36_500), default=825, show_default=True, help="Until it expires.")
+@click.option("--days", type=click.IntRange(1, 36_500), default=825, help="Until it expires.")
 def certificates_command(*, folder: str, hosts: tuple[str, ...], ca_dir: str | None, days: int) -> None:
     """Make the server's certificate in DIR, and, where there is none yet, the authority that signs it.
 
@@ -184,7 +184,7 @@ def certificates_command(*, folder: str, hosts: tuple[str, ...], ca_dir: str | N
 
 
 @federate_group.command("key")
-@click.argument("path", type=click.Path(dir_okay=False), metavar="FILE")
+@click.argument("path", type=FILE, metavar="FILE")
 def key_command(path: str) -> None:
     """Make a site's key: FILE stays at the site, FILE.pub goes to the server."""
     _ready()
@@ -193,9 +193,9 @@ def key_command(path: str) -> None:
 
 
 @federate_group.command("rekey")
-@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("folder", type=PLACE, metavar="OUT")
 @click.argument("name", metavar="CLIENT")
-@click.argument("public", type=click.Path(), metavar="NEW.pub")
+@click.argument("public", type=PLACE, metavar="NEW.pub")
 def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
     (store, path), registry = _registry(folder), later.flower_registry
@@ -208,7 +208,7 @@ def rekey_command(*, folder: str, name: str, public: str) -> None:
 
 
 @federate_group.command("rows")
-@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("folder", type=PLACE, metavar="OUT")
 @click.argument("name", metavar="CLIENT")
 @click.argument("rows", type=click.IntRange(1, 10**9), metavar="ROWS")
 def rows_command(*, folder: str, name: str, rows: int) -> None:
@@ -224,7 +224,7 @@ def rows_command(*, folder: str, name: str, rows: int) -> None:
 
 
 @federate_group.command("nodes")
-@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("folder", type=PLACE, metavar="OUT")
 def nodes_command(*, folder: str) -> None:
     """List the clients of the run in OUT: names, keys, when each last answered, how often each was refused."""
     store, path = _registry(folder)
@@ -246,9 +246,9 @@ def nodes_command(*, folder: str) -> None:
 
 
 @federate_group.command("audit")
-@click.argument("folder", type=click.Path(), metavar="OUT")
-@click.option("--head", default="", metavar="HASH", help="Of the last line, as the run's log or result.json has it.")
-def audit_command(*, folder: str, head: str) -> None:
+@click.argument("folder", type=PLACE, metavar="OUT")
+@click.option("--head", metavar="HASH", help="Of the last line, as the run's log or result.json has it.")
+def audit_command(*, folder: str, head: str | None) -> None:
     """Verify the audit log of the run in OUT: every line as it was written, none missing, moved or put in.
 
     That lines were cut off at the end is seen only with --head. Exit status 1 names the first line that is wrong.
@@ -257,7 +257,7 @@ def audit_command(*, folder: str, head: str) -> None:
     path = store.folder / later.flower_audit.FILE
     if not path.exists():
         raise UserError(f"{path} is not there; it was removed, or the run is older than metavd's audit log")
-    found = later.flower_audit.verify(path, head)
+    found = later.flower_audit.verify(path, head or "")
     torn = f"; {found.torn} bytes of half a line follow, as a process leaves them that is killed" if found.torn else ""
     click.echo(f"{path}: {found.lines} lines hold together, head {found.head}{torn}")
 
@@ -273,9 +273,9 @@ def _registry(folder: str) -> tuple[Any, Path]:
 
 
 @federate_group.command("app")
-@click.argument("folder", type=click.Path(file_okay=False), metavar="DIR")
+@click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--superlink", metavar="HOST:PORT", help="Also name this SuperLink in Flower's config, as `here`.")
-@click.option("--certificates", type=click.Path(), metavar="DIR", help="Folder with ca.crt.")
+@click.option("--certificates", type=PLACE, metavar="DIR", help="Folder with ca.crt.")
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
     """Write the Flower app that `metavd federate run DIR/metavd-app` starts: a run config, explained, and no code."""
@@ -295,8 +295,7 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
 
 @federate_group.command("allow")
 @click.argument("app", type=click.Path(exists=True, file_okay=False), metavar="APP")
-@click.option("--database", type=click.Path(dir_okay=False), default="federation.db", show_default=True,
-              help="Of the server that may run it.")  # fmt: skip
+@click.option("--database", type=FILE, default="federation.db", help="Of the server that may run it.")
 def allow_command(*, app: str, database: str) -> None:
     """Let the server run a Flower app with code of its own: register the hash of the folder APP as it is now.
 
@@ -309,7 +308,7 @@ def allow_command(*, app: str, database: str) -> None:
 
 @federate_group.command("run")
 @click.argument("words", nargs=-1, metavar="[APP] [KEY=VALUE]...")
-@click.option("--superlink", default="here", show_default=True, help="Its name in Flower's config.")
+@click.option("--superlink", default="here", help="Its name in Flower's config.")
 def run_command(*, words: tuple[str, ...], superlink: str) -> None:
     """Train with the clients that are connected, show the run's log, and answer with the run's own outcome.
 
@@ -368,12 +367,11 @@ def _need_superlink(name: str) -> None:
 
 
 @federate_group.command("link")
-@click.option("--certificates", type=click.Path(), metavar="DIR", help="What metavd federate certificates made.")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65_535), default=_PORT, show_default=True)
-@click.option("--database", type=click.Path(dir_okay=False), default="federation.db", show_default=True,
-              help="File with the registered keys and the runs.")  # fmt: skip
-@click.option("--connections", type=click.IntRange(1, 65_535), default=128, show_default=True,
+@click.option("--certificates", type=PLACE, metavar="DIR", help="What metavd federate certificates made.")
+@click.option("--host", default="0.0.0.0", help="Address to listen on.")
+@click.option("--port", type=_PORTS, default=8000)
+@click.option("--database", type=FILE, default="federation.db", help="File with the registered keys and the runs.")
+@click.option("--connections", type=_PORTS, default=128,
               help="From one address; eight times as many from all together.")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: whoever reaches the port may join.")
 def link_command(
@@ -404,16 +402,14 @@ def link_command(
 @click.option("--client", metavar="ID", help="Of data with several people, whose rows this site has.")
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--name", metavar="NAME", help="How the server's log calls this site.")
-@click.option("--authority", type=click.Path(dir_okay=False), metavar="F", help="The server's ca.crt.")
-@click.option("--key", type=click.Path(dir_okay=False), metavar="FILE", help="What metavd federate key made.")
-@click.option("--policy", type=click.Path(), metavar="FILE", help="What the site allows, see docs/deploy.md.")
+@click.option("--authority", type=FILE, metavar="F", help="The server's ca.crt.")
+@click.option("--key", type=FILE, metavar="FILE", help="What metavd federate key made.")
+@click.option("--policy", type=PLACE, metavar="FILE", help="What the site allows, see docs/deploy.md.")
 @click.option("--no-train", is_flag=True, help="Be personalised and tested, but never trained with.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default="cpu", help="cpu or cuda.")
 @click.option("--partition-id", type=int, metavar="I", help="A share of the run's dataset in place of --data.")
-@click.option("--poll", type=click.FloatRange(0.05, 60), default=1.0, show_default=True,
-              help="Seconds between two looks for messages.")  # fmt: skip
-@click.option("--port", type=click.IntRange(1, 65_535), default=9094, show_default=True,
-              help="Of this machine alone; every node on it needs its own.")  # fmt: skip
+@click.option("--poll", type=click.FloatRange(0.05, 60), default=1.0, help="Seconds between two looks for messages.")
+@click.option("--port", type=_PORTS, default=9094, help="Of this machine alone; every node on it needs its own.")
 @click.option("--insecure", is_flag=True, help="The server has neither TLS nor registered keys.")
 def node_command(
     *, superlink: str, authority: str | None, key: str | None, insecure: bool, poll: float, port: int,

@@ -10,7 +10,7 @@ import click
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, command_line, many, print_table, tuned, tuned_folder
+from .terminal import COUNT, PLACE, Reporter, command_line, many, print_table, tuned, tuned_folder
 
 STORE = "results/paper.jsonl"
 PAGES = {"report": "docs/paper.md", "claims": "docs/claims.md"}
@@ -24,23 +24,24 @@ def _list(text: str | None) -> list[str] | None:
 @click.argument("what", nargs=-1, required=True, metavar="list | report | claims | all | T1...T17 | A1... | M4...")
 @click.option("--rows", metavar="A,B", help="Only these rows, such as FedAvg,Reptile.")
 @click.option("--columns", metavar="A,B", help="Only these columns; metavd paper list T8 shows them.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Seeds from 777 on.")
-@click.option("--rounds", type=int, default=0, metavar="N", help="Rounds of training. [default: the paper's 1000]")
-@click.option("--scale", default="full", show_default=True, metavar="full|smoke",
+@click.option("--seeds", type=COUNT, default=1, help="Seeds from 777 on.")
+@click.option("--rounds", type=int, default=0, show_default=False, metavar="N",
+              help="Rounds of training. [default: the paper's 1000]")  # fmt: skip
+@click.option("--scale", default="full", metavar="full|smoke",
               help="smoke: every cell in seconds on embedded data, to see that it works.")  # fmt: skip
-@click.option("--test-rows", default="independent", show_default=True, metavar="HOW",
+@click.option("--test-rows", default="independent", metavar="HOW",
               help="How test rows are dealt: independent (the paper's), consistent, uniform.")  # fmt: skip
-@click.option("--last", type=int, default=1, show_default=True, metavar="1|5", help="Evaluations averaged at the end.")
-@click.option("--overrides", type=click.Path(), metavar="F.toml", help="Options chosen by validation, by method.")
+@click.option("--last", type=int, default=1, metavar="1|5", help="Evaluations averaged at the end.")
+@click.option("--overrides", type=PLACE, metavar="F.toml", help="Options chosen by validation, by method.")
 @tuned
-@click.option("--store", default=STORE, show_default=True, type=click.Path(), metavar="F", help="Finished runs.")
-@click.option("--work", default="runs/paper", show_default=True, type=click.Path(), metavar="DIR",
+@click.option("--store", default=STORE, type=PLACE, metavar="F", help="Finished runs.")
+@click.option("--work", default="runs/paper", type=PLACE, metavar="DIR",
               help="Where runs in progress live; several processes may share it.")  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the folders of finished runs there.")
 @click.option("--retry", is_flag=True, help="Run again what diverged.")
 @many
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
-@click.option("--out", type=click.Path(), metavar="F.md",
+@click.option("--out", type=PLACE, metavar="F.md",
               help="Page of the report or the claims. [default: docs/paper.md, docs/claims.md]")  # fmt: skip
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]")

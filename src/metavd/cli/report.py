@@ -8,16 +8,15 @@ from pathlib import Path
 import click
 
 from . import later
-from .terminal import Reporter, command_line
+from .terminal import FILE, FOLDER, PLACE, Reporter, command_line
 
 
 @click.command("report")
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
-@click.option("--out", type=click.Path(dir_okay=False), metavar="F.html",
+@click.argument("folders", nargs=-1, required=True, type=PLACE, metavar="DIR...")
+@click.option("--out", type=FILE, metavar="F.html",
               help="The page; .html is added where it is missing. [default: DIR/report.html; of several DIRs, "
                    "report.html]")  # fmt: skip
-@click.option("--figures", type=click.Path(file_okay=False), metavar="DIR",
-              help="Every figure as SVG and PNG. [default: F_files]")  # fmt: skip
+@click.option("--figures", type=FOLDER, metavar="DIR", help="Every figure as SVG and PNG. [default: F_files]")
 @click.option("--baseline", metavar="METHOD", help="What clients' gains are over. [default: fedavg]")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 def report_command(

@@ -24,6 +24,8 @@ from . import later
 if TYPE_CHECKING:
     from ..engine.rounds import Record
 
+FILE, FOLDER, PLACE = click.Path(dir_okay=False), click.Path(file_okay=False), click.Path()
+COUNT = click.IntRange(1, 1000)
 _WIDE = 120
 """Columns of a table that does not go to a terminal."""
 _SILENCE = 30.0
@@ -225,7 +227,7 @@ where = adding(setting("data", "NAME"), setting("root", "DIR", "METAVD_DATA, els
 
 how = adding(
     setting("seed", "S"),
-    click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, as config.toml."),
+    click.option("--config", type=PLACE, metavar="F.toml", help="Settings from a file, as config.toml."),
     click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
                  help="Any setting or option of the method, for example --set beta=2; repeatable."),
 )  # fmt: skip
@@ -236,7 +238,7 @@ shared = adding(
     how,
     setting("rounds", "N"),
     setting("weights", "FILE", "drawn by the seed"),
-    click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
+    click.option("--out", type=PLACE, metavar="DIR", help="Folder for results. [default: below runs/]"),
     setting("device", "D"),
 )
 """What `run` and `compare` share."""
@@ -269,7 +271,7 @@ tuned = adding(
     click.option("--tuned", is_flag=True,
                  help="Take what tune-all chose, from results/tuned: for this method, data, test rows and "
                       "partition, or for the nearest, which is said."),
-    click.option("--tuned-from", type=click.Path(), metavar="DIR", help="The same, from another folder."),
+    click.option("--tuned-from", type=PLACE, metavar="DIR", help="The same, from another folder."),
 )  # fmt: skip
 """Of commands that may take tuned settings; `tuned_folder` reads both options."""
 
@@ -285,7 +287,7 @@ def tuned_folder(*, tuned: bool, tuned_from: str | None) -> Path | None:
 
 
 at_once = click.option(
-    "--jobs", type=click.IntRange(0, 1000), default=0, metavar="P",
+    "--jobs", type=click.IntRange(0, 1000), default=0, show_default=False, metavar="P",
     help="Runs at once, each in its own process. [default: 4 on a GPU, 1 on a CPU]",
 )  # fmt: skip
 many = adding(at_once, _sliced, _timed)

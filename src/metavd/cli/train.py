@@ -17,6 +17,9 @@ from ..runs.settings import Experiment, spec_hash
 from ..schema import nearest
 from . import later
 from .terminal import (
+    COUNT,
+    FILE,
+    PLACE,
     Reporter,
     command_line,
     console,
@@ -97,10 +100,10 @@ def default_folder(experiment: Experiment, data: later.data_collection.Collectio
 @click.command("compare")
 @click.argument("given_words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
 @shared
-@click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds per method.")
+@click.option("--seeds", type=COUNT, default=3, help="Seeds per method.")
 @tuned
 @many
-@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
+@click.option("--page", type=FILE, metavar="F.md", help="Also write the table as a document.")
 @click.option("--leave-out", "away", metavar="each|NAMES",
               help="Leave each client out in turn, or each of the named ones, and show accuracy on it.")  # fmt: skip
 def compare_command(
@@ -182,7 +185,7 @@ def _print_left_out(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None
 
 
 @click.command("show")
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
+@click.argument("folders", nargs=-1, required=True, type=PLACE, metavar="DIR...")
 def show_command(folders: tuple[str, ...]) -> None:
     """Show the result of finished runs again."""
     results = [later.runs_store.Store(Path(folder)).read_result() for folder in folders]

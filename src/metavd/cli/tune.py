@@ -12,6 +12,9 @@ from ..errors import SpecError
 from ..studies.plan import VALID, Plan, Watcher, name_of, plan
 from . import later
 from .terminal import (
+    COUNT,
+    FILE,
+    FOLDER,
     Decorator,
     Reporter,
     Shown,
@@ -35,7 +38,7 @@ _METRIC = {"nll": "NLL", "accuracy": "accuracy"}
 def _searching(counts: click.IntRange, *, default: int, trials: str, space: str) -> Decorator:
     """Return the options of both commands: how many trials, over what."""
     return adding(
-        click.option("--trials", type=counts, default=default, show_default=True, metavar="N", help=trials),
+        click.option("--trials", type=counts, default=default, metavar="N", help=trials),
         click.option("--search", "searched", multiple=True, metavar="KEY[=SPACE]",
                      help=f"LOW..HIGH, LOW..HIGH:log or A,B,C{space}; KEY alone: what it offers; repeatable."),
     )  # fmt: skip
@@ -88,16 +91,12 @@ class Bar(Shown, Watcher):
 @shared
 @_searching(click.IntRange(1), default=20, trials="Trials in the study, those of earlier commands included.",
             space="; changes the paper's space or adds to it")  # fmt: skip
-@click.option("--metric", metavar="nll|accuracy", default="nll", show_default=True,
-              help="What is best, on validation rows.")  # fmt: skip
-@click.option("--by", metavar="rows|clients", default="rows", show_default=True,
+@click.option("--metric", metavar="nll|accuracy", default="nll", help="What is best, on validation rows.")
+@click.option("--by", metavar="rows|clients", default="rows",
               help="Validate on held-out rows of training clients, or on clients that do not train.")  # fmt: skip
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="K",
-              help="Seeds that a trial is averaged over.")  # fmt: skip
-@click.option("--sampler", metavar="tpe|random", default="tpe", show_default=True,
-              help="Learn from earlier trials, or not.")  # fmt: skip
-@click.option("--prune/--no-prune", default=True, show_default=True,
-              help="Stop trials that are worse than the median at the same round.")  # fmt: skip
+@click.option("--seeds", type=COUNT, default=1, metavar="K", help="Seeds that a trial is averaged over.")
+@click.option("--sampler", metavar="tpe|random", default="tpe", help="Learn from earlier trials, or not.")
+@click.option("--prune/--no-prune", default=True, help="Stop trials that are worse than the median at the same round.")
 @at_once
 def tune_command(
     *, given_words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...],
@@ -180,13 +179,13 @@ def print_study(history: Mapping[str, Any]) -> None:
 @_searching(click.IntRange(2, 1000), default=12,
             trials="Trials of every method, no two alike; the first one is its defaults.",
             space=", for the methods that have KEY")  # fmt: skip
-@click.option("--rungs", default="300,1000", show_default=True, metavar="A,B,C",
+@click.option("--rungs", default="300,1000", metavar="A,B,C",
               help="Rounds after which a third of the trials goes on; the last is what is tuned for.")  # fmt: skip
-@click.option("--store", type=click.Path(dir_okay=False), default="results/tuning.jsonl", show_default=True,
+@click.option("--store", type=FILE, default="results/tuning.jsonl",
               metavar="F", help="Finished rungs; what it holds is not computed again.")  # fmt: skip
-@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
+@click.option("--page", type=FILE, metavar="F.md",
               help="Also write what was chosen as a document and as files; without METHOD nothing is run.")  # fmt: skip
-@click.option("--files", type=click.Path(file_okay=False), metavar="DIR",
+@click.option("--files", type=FOLDER, metavar="DIR",
               help="Where --page writes the files, one for each method. [default: results/tuned]")  # fmt: skip
 @many
 def tune_all_command(
