@@ -61,10 +61,7 @@ class Policy:
         0.0, "change of the weights that come, since the last ones, relative to 1 + their norm; 0: any", low=0
     )
     alike: float = option(
-        0.1,
-        "share of a layer's units, or later inputs, that may be copies of each other; 1: any",
-        low=0,
-        high=1,
+        0.1, "share of a layer's units, or later inputs, that may be copies of each other; 1: any", low=0, high=1
     )
     rounds_a_day: int = option(0, "turns in 24 hours; 0: any", low=0, high=_MANY)
     methods: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..container import ContainerError
+from ..schema import option
 from ..tree import Params
 from .codec import decode
 from .masks import is_mask
@@ -37,21 +38,19 @@ class Limits:
     A bound of math.inf is none.
     """
 
-    max_bytes: int = 1 << 30
-    """Length of an answer, as it came."""
-    max_norm: float = 10.0
+    max_bytes: int = option(1 << 30, "longest answer", low=1)
+    max_norm: float = option(10.0, "largest change of a client's weights, relative to 1 + their norm", low=0)
     """||answer - received|| over 1 + ||received||. The 1 is for models that start at zero."""
-    max_change: float = 100.0
+    max_change: float = option(100.0, "largest change of weights, relative to the median of rounds before", low=0)
     """||answer - received|| over the median of that in the ten rounds before."""
-    max_size: float = 10.0
-    """||answer - received|| over the median of the others in the same round."""
-    max_against: float = 4.0
-    """The same, of an answer that points away from the others: an honest one may do so, but not go far."""
-    max_samples: float = 1e9
-    """Samples that a client may claim. Below the bound it is believed, and weighs in the average by its claim: give
-    the rows of the largest site."""
-    max_offences: int = 3
-    """With so many refused answers a client is excluded."""
+    max_size: float = option(
+        10.0, "largest change of weights, relative to the median of the others in the round", low=0
+    )
+    max_against: float = option(4.0, "the same, of an answer that points away from the others of the round", low=0)
+    """An honest one may do so, but not go far."""
+    max_samples: float = option(1e9, "most rows that a client may claim", low=1)
+    """Below the bound it is believed, and weighs in the average by its claim: give the rows of the largest site."""
+    max_offences: int = option(3, "refused answers after which a client is asked no more", low=1)
 
 
 @dataclass(frozen=True)
