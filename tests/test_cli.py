@@ -468,7 +468,7 @@ def refused(outcome: Any, says: list[str], status: int = 2) -> None:
 WRONG: list[tuple[list[str], list[str]]] = [
     (["nonsense"], ["'nonsense'"]),
     (["run", "--roundz", "3"], ["--roundz", "--rounds"]),
-    (["run", "--rounds", "many"], ["'many'", "integer"]),
+    (["run", "--rounds", "many"], ["--rounds is 'many', but must be a whole number"]),
     (["run", "fedavg", "surplus"], ["surplus"]),
     (["run", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["run", "fedavg+metvd"], ["'metvd'", "metavd"]),
@@ -518,7 +518,13 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["compare", "lr=1"], ["at least one method"]),
     (["run", "fedavg", "reptile"], ["fedavg and reptile", "metavd compare"]),
     (["compare", "fedavg", "fedavgg"], ["'fedavgg'", "fedavg"]),
-    (["compare", "fedavg", "--seeds", "0"], ["0", "1<=x<=1000"]),
+    (["compare", "fedavg", "--seeds", "0"], ["--seeds is 0, but must be a whole number from 1 to 1000"]),
+    (["paper", "T8", "--minutes", "x"], ["--minutes is 'x', but must be a number above 0"]),
+    (["paper", "T8", "--minutes", "0"], ["--minutes is 0.0, but must be a number above 0"]),
+    (["tune", "fedavg", "--trials", "0"], ["--trials is 0, but must be a whole number from 1 on"]),
+    (["predict", "run", "--data", "x", "--coverage", "x"], ["--coverage is 'x', but must be a number"]),
+    (["bench", "--device", "tpu"], ["--device is 'tpu', but must be one of auto, cpu, cuda"]),
+    (["federate", "rows", "run", "north", "few"], ["ROWS is 'few', but must be a whole number from 1 to"]),
     (["compare", "fedavg", "fedprox", "--set", "lrr=3"], ["'lrr'", "lr"]),
     (["compare", "fedavg", "--set", "cohort=30"], ["cohort is 30", "24 clients"]),
 ]  # fmt: skip

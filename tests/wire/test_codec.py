@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metavd import methods, wire
-from metavd.container import DTYPES, ContainerError, dump
+from metavd.container import DTYPES, ContainerError, dump, payload_size
 from metavd.core import rng
 from metavd.core.model import from_module, xavier
 from metavd.core.types import Update
@@ -28,7 +28,7 @@ from metavd.engine.cohorts import simulate
 from metavd.engine.schedule.loop import loop
 from metavd.models.mlp import mlp
 from metavd.tree import stack
-from metavd.wire import codec, counted, decode, encode
+from metavd.wire import codec, decode, encode
 from metavd.wire.codec import MESSAGE
 
 
@@ -36,6 +36,11 @@ def same(found, wanted):
     """Names in order, dtypes, shapes and bits; NaN equals itself."""
     assert dump(MESSAGE, found) == dump(MESSAGE, wanted)
     assert all(value.is_contiguous() for value in found.values())
+
+
+def counted(data):
+    """The bytes of a message's tensors, which is what `traffic` counts; the rest is its header."""
+    return payload_size(MESSAGE, data)
 
 
 def masked(mask, *, shape=(16, 8), dtype=torch.float32):

@@ -64,7 +64,7 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     invoke_without_command=True,
-    context_settings={"help_option_names": _HELP, "max_content_width": 100},
+    context_settings={"help_option_names": _HELP, "max_content_width": 100, "show_default": True},
 )
 @click.version_option(VERSION, prog_name="metavd")
 @click.pass_context
@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
+    except click.BadParameter as error:
+        _fail(_sentence(error), 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except UserError as error:
@@ -121,6 +123,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _interrupt(*_: object) -> None:
     Reporter.interrupted = True
     raise KeyboardInterrupt
+
+
+def _sentence(error: click.BadParameter) -> str:
+    """Name the value and what would be right, where an option is a number or a choice; other mistakes click names."""
+    kind = None if error.param is None else error.param.type
+    value, refused, _ = error.message.rpartition(" is not ")  # so click says it of all these types
+    if error.param is None or not refused:
+        return error.format_message()
+    if isinstance(kind, click.Choice):
+        right = f"one of {', '.join(kind.choices)}"
+    elif isinstance(kind, click.types.IntParamType | click.types.FloatParamType):
+        right = "a whole number" if isinstance(kind, click.types.IntParamType) else "a number"
+        if isinstance(kind, click.IntRange | click.FloatRange):
+            right += f" {'above' if kind.min_open else 'from'} {kind.min}"
+            right += f" to {kind.max}" if kind.max is not None else "" if kind.min_open else " on"
+    else:
+        return error.format_message()
+    name = error.param.get_error_hint(error.ctx).strip("'")
+    return f"{name} is {value}, but must be {right}"
 
 
 def _fail(text: str, status: int) -> None:

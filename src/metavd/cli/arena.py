@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..runs.settings import RUNTIME, SETTINGS
 from ..schema import nearest
 from . import later
-from .terminal import Reporter, at_once, experiment_of, settings_of, shared, sliced, timed, tuned, tuned_folder, words
+from .terminal import COUNT, FILE, Reporter, experiment_of, many, settings_of, shared, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -23,23 +23,19 @@ _PICTURES = (".png", ".svg", ".pdf")
 @click.command("arena")
 @click.argument("given_words", nargs=-1, metavar="METHOD... [KEY=VALUE]...")
 @shared
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="K",
-              help="Seeds of every method, from --seed on.")  # fmt: skip
-@click.option("--test-rows", "protocols", default=",".join(PROTOCOLS), show_default=True, metavar="A,B",
+@click.option("--seeds", type=COUNT, default=1, metavar="K", help="Seeds of every method, from --seed on.")
+@click.option("--test-rows", "protocols", default=",".join(PROTOCOLS), metavar="A,B",
               help="How test rows are dealt; every method runs under each.")  # fmt: skip
 @click.option("--unknown", metavar="DATA", help="Another dataset, to see whether clients know it for unknown.")
-@click.option("--store", type=click.Path(dir_okay=False), default="results/arena.jsonl", show_default=True,
+@click.option("--store", type=FILE, default="results/arena.jsonl",
               metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
-@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
+@click.option("--page", type=FILE, metavar="F.md",
               help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
-@click.option("--which", type=click.Path(dir_okay=False), metavar="F.md",
-              help="Also write which method to take for what, in ten lines.")  # fmt: skip
-@click.option("--picture", type=click.Path(dir_okay=False), metavar="F",
+@click.option("--which", type=FILE, metavar="F.md", help="Also write which method to take for what, in ten lines.")
+@click.option("--picture", type=FILE, metavar="F",
               help="Also draw accuracy and calibration error, as .png, .svg or .pdf.")  # fmt: skip
 @tuned
-@at_once
-@sliced
-@timed
+@many
 def arena_command(
     *, given_words: tuple[str, ...], seeds: int, protocols: str, unknown: str | None, store: str, page: str | None,
     which: str | None, picture: str | None, jobs: int, share: later.studies_many.Share | None, tuned: bool,

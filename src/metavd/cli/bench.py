@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, console, settings_of
+from .terminal import FILE, Reporter, print_table, settings_of
 
 _STORE = "results"
 _PLACES = {"--flower-python": "PYTHON", "--pfl-python": "PYTHON", "--root": "DIR", "--json": "FILE"}
@@ -35,14 +34,14 @@ def _shown(arguments: list[str]) -> str:
 
 
 @click.command("bench")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width; on cpu also many, "
               "large, ranks, start; on cuda paper, paper100, whole.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
-@click.option("--json", "place", type=click.Path(dir_okay=False), metavar="FILE",
+@click.option("--json", "place", type=FILE, metavar="FILE",
               help="Where the figures go. [default: with --page, results/bench-DEVICE.json]")  # fmt: skip
-@click.option("--page", type=click.Path(dir_okay=False), metavar="FILE",
+@click.option("--page", type=FILE, metavar="FILE",
               help="Also write the page, such as docs/performance.md, from the figures of all devices.")  # fmt: skip
 @click.option("--render", is_flag=True, help="Measure nothing; write the page from the figures that are stored.")
 @click.option("--flower-python", metavar="PATH", help="An interpreter that has flwr[simulation] and torch.")
@@ -95,12 +94,7 @@ def _print(found: Mapping[str, Any]) -> None:
     """Print what was measured."""
     for workload in found["workloads"]:
         heading, *rows = later.bench_page.table(workload)
-        shown = Table(title=workload["name"], title_justify="left")
-        for i, name in enumerate(heading):
-            shown.add_column(name, justify="right" if i else "left")
-        for row in rows:
-            shown.add_row(*row)
-        console().print(shown)
+        print_table(heading, rows, title=workload["name"], numbers=1)
     for name, points in found["curves"].items():
         for point in points:
             line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from rich.table import Table
 
 from .. import methods as catalogue
 from ..runs.settings import SETTINGS
 from ..schema import Option
 from . import later
-from .terminal import console
+from .terminal import console, print_table
 
 
 @click.command("methods")
@@ -28,30 +27,29 @@ def methods_command(name: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(described, indent=2))
         return
-    out = console()
     if name:
+        out = console()
         about = described[0]
         out.print(f"[bold]{about['name']}[/bold]: {about['text']}\n{about['paper']}")
         out.print(f"A client that never took part {about['newcomer']}.\n")
-        table = Table("option", "default", "meaning", "may be", "searched by tune")
-        for option in about["options"]:
-            table.add_row(option["name"], _text(option["default"]), option["help"], _allowed(option),
-                          _searched(option))  # fmt: skip
-        out.print(table)
-        table = Table("setting", "default", "of every run, for --set as well")
-        for each in SETTINGS.values():
-            table.add_row(each.name, "the dataset's" if each.from_data is not None else _text(each.default), each.help)
-        out.print(table)
+        options = (
+            (each["name"], _text(each["default"]), each["help"], _allowed(each), _searched(each))
+            for each in about["options"]
+        )
+        print_table(("option", "default", "meaning", "may be", "searched by tune"), options)
+        settings = (
+            (each.name, "the dataset's" if each.from_data is not None else _text(each.default), each.help)
+            for each in SETTINGS.values()
+        )
+        print_table(("setting", "default", "of every run, for --set as well"), settings)
         return
-    table = Table("method", "what it is", "paper")
-    for about in described:
-        table.add_row(about["name"], about["text"], about["paper"])
-    out.print(table)
-    table = Table("part of a method", "its options = defaults, and in braces what the paper searched")
-    for kind in ("base", "regulariser", "extra"):
-        for entry in catalogue.entries(kind).values():
-            table.add_row(entry.sign, ", ".join(_brief(option) for option in entry.options.values()))
-    out.print(table)
+    print_table(("method", "what it is", "paper"), ((each["name"], each["text"], each["paper"]) for each in described))
+    parts = (
+        (entry.sign, ", ".join(_brief(option) for option in entry.options.values()))
+        for kind in ("base", "regulariser", "extra")
+        for entry in catalogue.entries(kind).values()
+    )
+    print_table(("part of a method", "its options = defaults, and in braces what the paper searched"), parts)
     click.echo("metavd methods NAME explains a method's options; metavd methods --json shows everything.")
 
 
@@ -97,12 +95,12 @@ def datasets_command(as_json: bool) -> None:
         ]  # fmt: skip
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table("dataset", "what it is", "its options = defaults", "settings that it brings", show_lines=True)
+    lines = []
     for info in later.data_formats.FORMATS.values():
         brings = ", ".join(f"{key}={value}" for key, value in info.defaults.items()) or "what suits its content"
         options = ", ".join(f"{key}={_given(each.default)}" for key, each in info.options.items())
-        table.add_row(info.name, info.description, options, brings)
-    console().print(table)
+        lines.append((info.name, info.description, options, brings))
+    print_table(("dataset", "what it is", "its options = defaults", "settings that it brings"), lines, show_lines=True)
     click.echo(
         "Files are looked for below --root DIR (METAVD_DATA, else data); npz, folder, table and text take a path:\n"
         "  --data cifar100   --data celeba:attribute=Male,size=64   --data npz:mine.npz   --data folder:photos\n"
@@ -123,8 +121,7 @@ def aggregations_command(as_json: bool) -> None:
         rows = [{"name": each.name, "text": each.text, "example": each.example} for each in rules]
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table("rule", "what it does", "for example")
-    for each in rules:
-        table.add_row(each.name, each.text, f"aggregate={each.example}")
-    console().print(table)
+    print_table(
+        ("rule", "what it does", "for example"), ((each.name, each.text, f"aggregate={each.example}") for each in rules)
+    )
     click.echo("Rules can follow each other: aggregate=clip+median. docs/aggregation.md says when to use which.")

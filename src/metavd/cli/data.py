@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from . import later
-from .terminal import Reporter, console, experiment_of, how, setting, settings_of, where, words
+from .terminal import Reporter, console, experiment_of, how, print_table, setting, settings_of, where, words
 
 
 @click.group("data")
@@ -22,8 +22,7 @@ def data_group() -> None:
 
 @data_group.command("fetch")
 @click.argument("name")
-@click.option("--root", envvar="METAVD_DATA", default="data", show_default=True, metavar="DIR",
-              help="Folder to put the files into.")  # fmt: skip
+@click.option("--root", envvar="METAVD_DATA", default="data", metavar="DIR", help="Folder to put the files into.")
 def fetch_command(name: str, root: str) -> None:
     """Download dataset NAME from its official place; sizes and checksums are verified."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -84,17 +83,13 @@ def show_command(
         return
     console().print(_table(federation, about))
     if federation.names and len(federation.names) <= later.data_collection.SHOWN:
-        console().print(_people(federation))
+        rows = (
+            (name, kind, f"{train:,}", f"{test:,}", f"{label} ({share:.0%})")
+            for name, kind, train, test, label, share in later.data_described.people(federation)
+        )
+        print_table(("client", "", "training rows", "test rows", "most frequent class"), rows)
     if out is not None:
         click.echo(f"Drawn to {out}")
-
-
-def _people(federation: later.data_partition.Federation) -> Table:
-    """Return a line for each client, by name."""
-    table = Table("client", "", "training rows", "test rows", "most frequent class")
-    for name, kind, train, test, label, share in later.data_described.people(federation):
-        table.add_row(name, kind, f"{train:,}", f"{test:,}", f"{label} ({share:.0%})")
-    return table
 
 
 def _table(federation: later.data_partition.Federation, about: dict[str, Any]) -> Table:

@@ -21,10 +21,10 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import UserError
 from . import later
-from .terminal import Reporter
+from .terminal import FILE, FOLDER, PLACE, Reporter
 from .train import print_results
 
-_PORT = 8000
+_PORTS = click.IntRange(1, 65_535)
 
 
 @click.group("federate")
@@ -51,12 +51,12 @@ def _ready() -> None:
 
 
 @federate_group.command("demo")
-@click.option("--nodes", type=click.IntRange(1, 50), default=3, show_default=True, help="Clients, two processes each.")
-@click.option("--rounds", type=click.IntRange(1, 10_000), default=5, show_default=True, help="Communication rounds.")
-@click.option("--method", default="reptile+metavd+drop", show_default=True, help="See metavd methods.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything random.")
+@click.option("--nodes", type=click.IntRange(1, 50), default=3, help="Clients, two processes each.")
+@click.option("--rounds", type=click.IntRange(1, 10_000), default=5, help="Communication rounds.")
+@click.option("--method", default="reptile+metavd+drop", help="See metavd methods.")
+@click.option("--seed", type=int, default=0, help="Seed of everything random.")
 @click.option("--set", "text", default=None, metavar="TEXT", help="Options of the method, such as 'beta=2 lr=0.05'.")
-@click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]")
+@click.option("--out", type=PLACE, metavar="DIR", help="Folder for results. [default: below runs/]")
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: anybody on this machine could join.")
 def demo_command(
     *, nodes: int, rounds: int, method: str, seed: int, text: str | None, out: str | None, insecure: bool
@@ -163,12 +163,12 @@ def _table(records: Sequence[Mapping[str, Any]], rounds: int) -> Table:
 
 
 @federate_group.command("certificates")
-@click.argument("folder", type=click.Path(file_okay=False), metavar="DIR")
+@click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--host", "hosts", multiple=True, required=True, metavar="NAME",
               help="Name or address by which sites reach the server; repeatable.")  # fmt: skip
-@click.option("--ca-dir", type=click.Path(file_okay=False), metavar="DIR",
+@click.option("--ca-dir", type=FOLDER, metavar="DIR",
               help="Folder of the authority, on another machine than the server. [default: DIR]")  # fmt: skip
-@click.option("--days", type=click.IntRange(1, 36_500), default=825, show_default=True, help="Until it expires.")
+@click.option("--days", type=click.IntRange(1, 36_500), default=825, help="Until it expires.")
 def certificates_command(*, folder: str, hosts: tuple[str, ...], ca_dir: str | None, days: int) -> None:
     """Make the server's certificate in DIR, and, where there is none yet, the authority that signs it.
 
@@ -184,7 +184,7 @@ def certificates_command(*, folder: str, hosts: tuple[str, ...], ca_dir: str | N
 
 
 @federate_group.command("key")
-@click.argument("path", type=click.Path(dir_okay=False), metavar="FILE")
+@click.argument("path", type=FILE, metavar="FILE")
 def key_command(path: str) -> None:
     """Make a site's key: FILE stays at the site, FILE.pub goes to the server."""
     _ready()
@@ -193,25 +193,22 @@ def key_command(path: str) -> None:
 
 
 @federate_group.command("rekey")
-@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("folder", type=PLACE, metavar="OUT")
 @click.argument("name", metavar="CLIENT")
-@click.argument("public", type=click.Path(), metavar="NEW.pub")
+@click.argument("public", type=PLACE, metavar="NEW.pub")
 def rekey_command(*, folder: str, name: str, public: str) -> None:
     """Let CLIENT (a name or number) of the run in OUT go on with a new key, while the run is stopped."""
-    store, path = _registry(folder)
+    (store, path), registry = _registry(folder), later.flower_registry
     with store.lock():
-        known = later.flower_registry.rekeyed(
-            later.flower_registry.load(path),
-            name,
-            later.flower_registry.by_key(later.flower_security.fingerprint(Path(public))),
-        )
-        later.flower_registry.save(path, known)
+        known = registry.load(path)
+        identity = registry.by_key(later.flower_security.fingerprint(Path(public)))
+        registry.save(path, registry.rekeyed(known, name, identity))
         later.flower_audit.note(store.folder, "rekey", client=name, key=Path(public).name)
     click.echo(f"{path}: client {name} is known by {public} from now on")
 
 
 @federate_group.command("rows")
-@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("folder", type=PLACE, metavar="OUT")
 @click.argument("name", metavar="CLIENT")
 @click.argument("rows", type=click.IntRange(1, 10**9), metavar="ROWS")
 def rows_command(*, folder: str, name: str, rows: int) -> None:
@@ -219,16 +216,15 @@ def rows_command(*, folder: str, name: str, rows: int) -> None:
 
     Without it, an answer that claims more rows than the client had before is refused.
     """
-    store, path = _registry(folder)
+    (store, path), registry = _registry(folder), later.flower_registry
     with store.lock():
-        known = later.flower_registry.with_rows(later.flower_registry.load(path), name, rows)
-        later.flower_registry.save(path, known)
+        registry.save(path, registry.with_rows(registry.load(path), name, rows))
         later.flower_audit.note(store.folder, "rows", client=name, rows=rows)
     click.echo(f"{path}: client {name} may claim {rows} rows from now on")
 
 
 @federate_group.command("nodes")
-@click.argument("folder", type=click.Path(), metavar="OUT")
+@click.argument("folder", type=PLACE, metavar="OUT")
 def nodes_command(*, folder: str) -> None:
     """List the clients of the run in OUT: names, keys, when each last answered, how often each was refused."""
     store, path = _registry(folder)
@@ -250,9 +246,9 @@ def nodes_command(*, folder: str) -> None:
 
 
 @federate_group.command("audit")
-@click.argument("folder", type=click.Path(), metavar="OUT")
-@click.option("--head", default="", metavar="HASH", help="Of the last line, as the run's log or result.json has it.")
-def audit_command(*, folder: str, head: str) -> None:
+@click.argument("folder", type=PLACE, metavar="OUT")
+@click.option("--head", metavar="HASH", help="Of the last line, as the run's log or result.json has it.")
+def audit_command(*, folder: str, head: str | None) -> None:
     """Verify the audit log of the run in OUT: every line as it was written, none missing, moved or put in.
 
     That lines were cut off at the end is seen only with --head. Exit status 1 names the first line that is wrong.
@@ -261,7 +257,7 @@ def audit_command(*, folder: str, head: str) -> None:
     path = store.folder / later.flower_audit.FILE
     if not path.exists():
         raise UserError(f"{path} is not there; it was removed, or the run is older than metavd's audit log")
-    found = later.flower_audit.verify(path, head)
+    found = later.flower_audit.verify(path, head or "")
     torn = f"; {found.torn} bytes of half a line follow, as a process leaves them that is killed" if found.torn else ""
     click.echo(f"{path}: {found.lines} lines hold together, head {found.head}{torn}")
 
@@ -277,19 +273,19 @@ def _registry(folder: str) -> tuple[Any, Path]:
 
 
 @federate_group.command("app")
-@click.argument("folder", type=click.Path(file_okay=False), metavar="DIR")
+@click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--superlink", metavar="HOST:PORT", help="Also name this SuperLink in Flower's config, as `here`.")
-@click.option("--certificates", type=click.Path(), metavar="DIR", help="Folder with ca.crt.")
+@click.option("--certificates", type=PLACE, metavar="DIR", help="Folder with ca.crt.")
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
     """Write the Flower app that `metavd federate run DIR/metavd-app` starts: a run config, explained, and no code."""
-    click.echo(_write_app(Path(folder)))
+    click.echo(later.flower_config.write_app(Path(folder)))
     if superlink is not None:
         _ready()
         if not insecure and certificates is None:
             raise UserError("--superlink needs --certificates DIR with the server's ca.crt, or --insecure")
         authority = None if insecure else (Path(str(certificates)) / later.flower_security.CA).resolve()
-        home = _flower_home()
+        home = later.flower_config.flower_home()
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         if (home / "config.toml").exists():
             raise UserError(f"{home / 'config.toml'} is there already; add the SuperLink to it by hand")
@@ -299,8 +295,7 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
 
 @federate_group.command("allow")
 @click.argument("app", type=click.Path(exists=True, file_okay=False), metavar="APP")
-@click.option("--database", type=click.Path(dir_okay=False), default="federation.db", show_default=True,
-              help="Of the server that may run it.")  # fmt: skip
+@click.option("--database", type=FILE, default="federation.db", help="Of the server that may run it.")
 def allow_command(*, app: str, database: str) -> None:
     """Let the server run a Flower app with code of its own: register the hash of the folder APP as it is now.
 
@@ -313,7 +308,7 @@ def allow_command(*, app: str, database: str) -> None:
 
 @federate_group.command("run")
 @click.argument("words", nargs=-1, metavar="[APP] [KEY=VALUE]...")
-@click.option("--superlink", default="here", show_default=True, help="Its name in Flower's config.")
+@click.option("--superlink", default="here", help="Its name in Flower's config.")
 def run_command(*, words: tuple[str, ...], superlink: str) -> None:
     """Train with the clients that are connected, show the run's log, and answer with the run's own outcome.
 
@@ -332,7 +327,7 @@ def run_command(*, words: tuple[str, ...], superlink: str) -> None:
     values = {key: getattr(chosen, key.replace("-", "_")) for key in given} | {"out": out}
     with tempfile.TemporaryDirectory(prefix="metavd-app-") as scratch:
         if app is None:
-            app = _write_app(Path(scratch))
+            app = later.flower_config.write_app(Path(scratch))
         later.flower_follow.follow(
             app, values, superlink=superlink, environment={**later.flower_local.QUIET, **os.environ},
             show=lambda line: click.echo(line, nl=False),
@@ -359,7 +354,7 @@ def _app_config(app: Path | None) -> dict[str, Any]:
 
 
 def _need_superlink(name: str) -> None:
-    path = _flower_home() / "config.toml"
+    path = later.flower_config.flower_home() / "config.toml"
     try:
         known = tomllib.loads(path.read_text()).get("superlink", {})
     except (OSError, ValueError) as error:
@@ -371,24 +366,12 @@ def _need_superlink(name: str) -> None:
         raise UserError(f"superlink is {name!r}, but {path} has {names}; name one of them with --superlink")
 
 
-def _flower_home() -> Path:
-    return Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
-
-
-def _write_app(folder: Path) -> Path:
-    place = folder / later.flower_config.APP
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "pyproject.toml").write_text(later.flower_config.app_toml())
-    return place
-
-
 @federate_group.command("link")
-@click.option("--certificates", type=click.Path(), metavar="DIR", help="What metavd federate certificates made.")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65_535), default=_PORT, show_default=True)
-@click.option("--database", type=click.Path(dir_okay=False), default="federation.db", show_default=True,
-              help="File with the registered keys and the runs.")  # fmt: skip
-@click.option("--connections", type=click.IntRange(1, 65_535), default=128, show_default=True,
+@click.option("--certificates", type=PLACE, metavar="DIR", help="What metavd federate certificates made.")
+@click.option("--host", default="0.0.0.0", help="Address to listen on.")
+@click.option("--port", type=_PORTS, default=8000)
+@click.option("--database", type=FILE, default="federation.db", help="File with the registered keys and the runs.")
+@click.option("--connections", type=_PORTS, default=128,
               help="From one address; eight times as many from all together.")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: whoever reaches the port may join.")
 def link_command(
@@ -406,19 +389,9 @@ def link_command(
     elif certificates is None:
         raise UserError("a server needs --certificates DIR (see metavd federate certificates), or --insecure")
     else:
-        names = {
-            "ca-certfile": later.flower_security.CA,
-            "certfile": later.flower_security.SERVER,
-            "keyfile": later.flower_security.SERVER_KEY,
-        }
-        for option, name in names.items():
-            path = Path(certificates).resolve() / name
-            if not path.exists():
-                raise UserError(f"{path} is not there; make it with metavd federate certificates")
-            arguments += [f"--ssl-{option}", str(path)]
+        arguments += later.flower_security.link_arguments(Path(certificates).resolve())
         if (Path(certificates) / later.flower_security.CA_KEY).exists():
             Reporter().note(f"{certificates} has {later.flower_security.CA_KEY}, which belongs on another machine")
-        arguments.append("--enable-supernode-auth")
     _quiet(1.0)
     later.flower_link.main(arguments, connections)
 
@@ -429,16 +402,14 @@ def link_command(
 @click.option("--client", metavar="ID", help="Of data with several people, whose rows this site has.")
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--name", metavar="NAME", help="How the server's log calls this site.")
-@click.option("--authority", type=click.Path(dir_okay=False), metavar="F", help="The server's ca.crt.")
-@click.option("--key", type=click.Path(dir_okay=False), metavar="FILE", help="What metavd federate key made.")
-@click.option("--policy", type=click.Path(), metavar="FILE", help="What the site allows, see docs/deploy.md.")
+@click.option("--authority", type=FILE, metavar="F", help="The server's ca.crt.")
+@click.option("--key", type=FILE, metavar="FILE", help="What metavd federate key made.")
+@click.option("--policy", type=PLACE, metavar="FILE", help="What the site allows, see docs/deploy.md.")
 @click.option("--no-train", is_flag=True, help="Be personalised and tested, but never trained with.")
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--device", default="cpu", help="cpu or cuda.")
 @click.option("--partition-id", type=int, metavar="I", help="A share of the run's dataset in place of --data.")
-@click.option("--poll", type=click.FloatRange(0.05, 60), default=1.0, show_default=True,
-              help="Seconds between two looks for messages.")  # fmt: skip
-@click.option("--port", type=click.IntRange(1, 65_535), default=9094, show_default=True,
-              help="Of this machine alone; every node on it needs its own.")  # fmt: skip
+@click.option("--poll", type=click.FloatRange(0.05, 60), default=1.0, help="Seconds between two looks for messages.")
+@click.option("--port", type=_PORTS, default=9094, help="Of this machine alone; every node on it needs its own.")
 @click.option("--insecure", is_flag=True, help="The server has neither TLS nor registered keys.")
 def node_command(
     *, superlink: str, authority: str | None, key: str | None, insecure: bool, poll: float, port: int,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, at_once, console, sliced, timed, tuned, tuned_folder
+from .terminal import COUNT, PLACE, Reporter, command_line, many, print_table, tuned, tuned_folder
 
 STORE = "results/paper.jsonl"
 PAGES = {"report": "docs/paper.md", "claims": "docs/claims.md"}
@@ -27,25 +24,24 @@ def _list(text: str | None) -> list[str] | None:
 @click.argument("what", nargs=-1, required=True, metavar="list | report | claims | all | T1...T17 | A1... | M4...")
 @click.option("--rows", metavar="A,B", help="Only these rows, such as FedAvg,Reptile.")
 @click.option("--columns", metavar="A,B", help="Only these columns; metavd paper list T8 shows them.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Seeds from 777 on.")
-@click.option("--rounds", type=int, default=0, metavar="N", help="Rounds of training. [default: the paper's 1000]")
-@click.option("--scale", default="full", show_default=True, metavar="full|smoke",
+@click.option("--seeds", type=COUNT, default=1, help="Seeds from 777 on.")
+@click.option("--rounds", type=int, default=0, show_default=False, metavar="N",
+              help="Rounds of training. [default: the paper's 1000]")  # fmt: skip
+@click.option("--scale", default="full", metavar="full|smoke",
               help="smoke: every cell in seconds on embedded data, to see that it works.")  # fmt: skip
-@click.option("--test-rows", default="independent", show_default=True, metavar="HOW",
+@click.option("--test-rows", default="independent", metavar="HOW",
               help="How test rows are dealt: independent (the paper's), consistent, uniform.")  # fmt: skip
-@click.option("--last", type=int, default=1, show_default=True, metavar="1|5", help="Evaluations averaged at the end.")
-@click.option("--overrides", type=click.Path(), metavar="F.toml", help="Options chosen by validation, by method.")
+@click.option("--last", type=int, default=1, metavar="1|5", help="Evaluations averaged at the end.")
+@click.option("--overrides", type=PLACE, metavar="F.toml", help="Options chosen by validation, by method.")
 @tuned
-@click.option("--store", default=STORE, show_default=True, type=click.Path(), metavar="F", help="Finished runs.")
-@click.option("--work", default="runs/paper", show_default=True, type=click.Path(), metavar="DIR",
+@click.option("--store", default=STORE, type=PLACE, metavar="F", help="Finished runs.")
+@click.option("--work", default="runs/paper", type=PLACE, metavar="DIR",
               help="Where runs in progress live; several processes may share it.")  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the folders of finished runs there.")
 @click.option("--retry", is_flag=True, help="Run again what diverged.")
-@at_once
-@sliced
-@timed
+@many
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
-@click.option("--out", type=click.Path(), metavar="F.md",
+@click.option("--out", type=PLACE, metavar="F.md",
               help="Page of the report or the claims. [default: docs/paper.md, docs/claims.md]")  # fmt: skip
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--device", metavar="D", help="auto, cpu or cuda. [default: auto]")
@@ -86,8 +82,7 @@ def paper_command(
         _report(names, store, how, page, reporter)
         return
     if action == "claims":
-        command = f"metavd {shlex.join(sys.argv[1:])}"
-        page.write_text(later.paper_claims.page(store, how, command), encoding="utf-8")
+        page.write_text(later.paper_claims.page(store, how, command_line()), encoding="utf-8")
         click.echo(f"Written: {page}")
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}
@@ -111,8 +106,9 @@ def _report(
     pictures = [
         (caption, f"{folder.name}/{path.name}") for caption, path in later.report_paper.draw_paper(views, folder)
     ]
-    command = f"metavd {shlex.join(sys.argv[1:])}"
-    later.paper_page.report(store, out, names=names, how=how, command=command, pictures=pictures, note=reporter.note)
+    later.paper_page.report(
+        store, out, names=names, how=how, command=command_line(), pictures=pictures, note=reporter.note
+    )
     click.echo(f"Written: {out}" + (f", and figures in {folder}" if pictures else ""))
 
 
@@ -124,12 +120,10 @@ def _run(
         reporter.note(f"{number} of {total}: {', '.join(run.cells)}")
 
     given = {key: value for key, value in runtime.items() if value is not None}
-    try:
+    with reporter:
         outcome = later.paper_carry.run_missing(
             names, store, listener=reporter, progress=progress, **part, **how, **given
         )
-    finally:
-        reporter.stop()
     if outcome.left:
         reporter.note(f"{len(outcome.left)} runs were not begun, for want of time; the same command goes on with them")
     if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
@@ -139,7 +133,7 @@ def _run(
 def _print_list(
     names: Sequence[str], store: str, how: later.paper_protocol.Protocol, reporter: Reporter, *, in_full: bool
 ) -> None:
-    table = Table("table", "what it is", "cells", "runs done")
+    rows = []
     for name in names:
         shown = later.paper_tables.get(name)
         plan = later.paper_plan.needed([name], store, how=how, note=reporter.note)
@@ -147,8 +141,8 @@ def _print_list(
         if in_full:
             about += f"\nrows: {', '.join(shown.rows)}\ncolumns: {', '.join(shown.columns)}"
         done, missing = len(plan.done), len(plan.missing)
-        table.add_row(name, about, str(len(later.paper_tables.cells(name))), f"{done} of {done + missing}")
-    console().print(table)
+        rows.append((name, about, str(len(later.paper_tables.cells(name))), f"{done} of {done + missing}"))
+    print_table(("table", "what it is", "cells", "runs done"), rows)
 
 
 def _print_plan(plan: later.paper_plan.Needed) -> None:
@@ -166,20 +160,14 @@ def _beside(view: later.paper_statistics.View) -> bool:
 
 
 def _print_view(view: later.paper_statistics.View) -> None:
-    out = console()
+    headings = [""]
+    for figure in view.table.figures:
+        headings += [later.paper_tables.MEASURES[figure].title, *(("paper", "difference") if _beside(view) else ())]
     for column in dict.fromkeys(answer.cell.column for answer in view.answers):
+        there = (answer for answer in view.answers if answer.cell.column == column)
+        rows = ([answer.cell.row, *_cells(answer, view), str(len(answer.seeds))] for answer in there)
         title = f"{view.table.name}, {column}: {view.table.title}"
-        table = Table("", title=title, title_justify="left")
-        for figure in view.table.figures:
-            table.add_column(later.paper_tables.MEASURES[figure].title, justify="right")
-            if _beside(view):
-                table.add_column("paper", justify="right")
-                table.add_column("difference", justify="right")
-        table.add_column("seeds", justify="right")
-        for answer in view.answers:
-            if answer.cell.column == column:
-                table.add_row(answer.cell.row, *_cells(answer, view), str(len(answer.seeds)))
-        out.print(table)
+        print_table([*headings, "seeds"], rows, title=title, numbers=1)
     if _beside(view):
         click.echo(
             "* beyond noise, by the seeds' spread or, with one seed, by a bootstrap over clients; ? noise unknown"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import webbrowser
 from pathlib import Path
 
 import click
 
 from . import later
-from .terminal import Reporter
+from .terminal import FILE, FOLDER, PLACE, Reporter, command_line
 
 
 @click.command("report")
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
-@click.option("--out", type=click.Path(dir_okay=False), metavar="F.html",
+@click.argument("folders", nargs=-1, required=True, type=PLACE, metavar="DIR...")
+@click.option("--out", type=FILE, metavar="F.html",
               help="The page; .html is added where it is missing. [default: DIR/report.html; of several DIRs, "
                    "report.html]")  # fmt: skip
-@click.option("--figures", type=click.Path(file_okay=False), metavar="DIR",
-              help="Every figure as SVG and PNG. [default: F_files]")  # fmt: skip
+@click.option("--figures", type=FOLDER, metavar="DIR", help="Every figure as SVG and PNG. [default: F_files]")
 @click.option("--baseline", metavar="METHOD", help="What clients' gains are over. [default: fedavg]")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 def report_command(
@@ -35,7 +32,7 @@ def report_command(
     page = Path(named) if named else (places[0] / "report.html" if len(places) == 1 else Path("report.html"))
     reporter = Reporter()
     with reporter.err.status("Reading runs and drawing"):
-        command = f"metavd {shlex.join(sys.argv[1:])}"
+        command = command_line()
         drawn = Path(figures) if figures else None
         if len(places) == 1 and later.report_tuning.is_study(places[0]):
             notes = later.report_tuning.write_study(places[0], page, figures=drawn, command=command)

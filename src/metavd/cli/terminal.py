@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from .. import methods as catalogue
 from ..errors import SpecError
@@ -20,6 +24,8 @@ from . import later
 if TYPE_CHECKING:
     from ..engine.rounds import Record
 
+FILE, FOLDER, PLACE = click.Path(dir_okay=False), click.Path(file_okay=False), click.Path()
+COUNT = click.IntRange(1, 1000)
 _WIDE = 120
 """Columns of a table that does not go to a terminal."""
 _SILENCE = 30.0
@@ -32,8 +38,35 @@ def console() -> Console:
     return out if out.is_terminal else Console(highlight=False, width=_WIDE)
 
 
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: int = 100, **look: Any
+) -> None:
+    """Print a table, whose columns from `numbers` on stand to the right."""
+    table = Table(title=title, title_justify="left", **look)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place >= numbers else "left")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def command_line() -> str:
+    """Return the command that was given, as a page names it."""
+    return f"metavd {shlex.join(sys.argv[1:])}"
+
+
+def folder_name(text: str) -> str:
+    """Return a text in a form that folders can have; paths, and names of a table, may hold anything."""
+    return re.sub(r"[^\w.+=-]+", "-", text)
+
+
+def folder_for(e: Experiment, sign: str, kind: str = "") -> Path:
+    """Return runs/DATA-METHOD-sSEED-SIGN: the same command always has the same folder."""
+    return Path("runs") / f"{kind}{folder_name(e.data)[-60:]}-{e.method}-s{e.seed}-{sign}"
+
+
 class Shown:
-    """Lines on standard error, and on a terminal a bar below them."""
+    """Lines on standard error, and on a terminal a bar below them; the bar is away after `with`."""
 
     quiet = False
     """Whether another process speaks for this one."""
@@ -43,6 +76,12 @@ class Shown:
         self.bar: Progress | None = None
         self.total = 0
         self.said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def show(self, title: str, total: int, done: int) -> None:
         """Show the bar, where there is a terminal."""
@@ -188,7 +227,7 @@ where = adding(setting("data", "NAME"), setting("root", "DIR", "METAVD_DATA, els
 
 how = adding(
     setting("seed", "S"),
-    click.option("--config", type=click.Path(), metavar="F.toml", help="Settings from a file, as config.toml."),
+    click.option("--config", type=PLACE, metavar="F.toml", help="Settings from a file, as config.toml."),
     click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
                  help="Any setting or option of the method, for example --set beta=2; repeatable."),
 )  # fmt: skip
@@ -199,7 +238,7 @@ shared = adding(
     how,
     setting("rounds", "N"),
     setting("weights", "FILE", "drawn by the seed"),
-    click.option("--out", type=click.Path(), metavar="DIR", help="Folder for results. [default: below runs/]"),
+    click.option("--out", type=PLACE, metavar="DIR", help="Folder for results. [default: below runs/]"),
     setting("device", "D"),
 )
 """What `run` and `compare` share."""
@@ -210,11 +249,10 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> later.st
     return None if value in {None, "1/1"} else later.studies_many.Share.of(str(value))
 
 
-sliced = click.option(
+_sliced = click.option(
     "--slice", "share", callback=_share, metavar="K/N",
     help="Run only the K-th of N shares of what is missing, the same whoever asks; see docs/scale.md.",
 )  # fmt: skip
-"""Of commands whose runs may be spread over many processes and machines."""
 
 
 def _until(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
@@ -222,18 +260,18 @@ def _until(_: click.Context, __: click.Parameter, value: float | None) -> float 
     return None if value is None else time.monotonic() + 60 * value
 
 
-timed = click.option(
+_timed = click.option(
     "--minutes", "until", type=click.FloatRange(0, min_open=True), callback=_until, metavar="M",
     help="Begin no run that would not be over M minutes from now, if it took as long as those before it.",
 )  # fmt: skip
-"""Of commands that carry out many runs; what is left is for the same command another time."""
+"""What is left is for the same command another time."""
 
 
 tuned = adding(
     click.option("--tuned", is_flag=True,
                  help="Take what tune-all chose, from results/tuned: for this method, data, test rows and "
                       "partition, or for the nearest, which is said."),
-    click.option("--tuned-from", type=click.Path(), metavar="DIR", help="The same, from another folder."),
+    click.option("--tuned-from", type=PLACE, metavar="DIR", help="The same, from another folder."),
 )  # fmt: skip
 """Of commands that may take tuned settings; `tuned_folder` reads both options."""
 
@@ -249,7 +287,8 @@ def tuned_folder(*, tuned: bool, tuned_from: str | None) -> Path | None:
 
 
 at_once = click.option(
-    "--jobs", type=click.IntRange(0, 1000), default=0, metavar="P",
+    "--jobs", type=click.IntRange(0, 1000), default=0, show_default=False, metavar="P",
     help="Runs at once, each in its own process. [default: 4 on a GPU, 1 on a CPU]",
 )  # fmt: skip
-"""Of commands that carry out many runs."""
+many = adding(at_once, _sliced, _timed)
+"""Of commands whose runs may be spread over many processes and machines."""

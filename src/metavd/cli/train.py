@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,18 @@ from ..runs.settings import Experiment, spec_hash
 from ..schema import nearest
 from . import later
 from .terminal import (
+    COUNT,
+    FILE,
+    PLACE,
     Reporter,
-    at_once,
+    command_line,
     console,
     experiment_of,
+    folder_for,
+    many,
+    print_table,
     settings_of,
     shared,
-    sliced,
-    timed,
     tuned,
     tuned_folder,
     words,
@@ -81,13 +82,11 @@ def run_command(
     listeners = [
         later.runs_track.both(reporter, *(tracker(folder, e) for tracker in trackers)) for e, folder in planned
     ]
-    try:
+    with reporter:
         results = [
             later.runs_run.run(e, out=folder, resume=resume or out is None, source=data, listener=heard)
             for (e, folder), heard in zip(planned, listeners, strict=True)
         ]
-    finally:
-        reporter.stop()
     print_results(results)
     click.echo(f"\nFiles: {planned[0][1]}" + (f" and {planned[1][1]}" if baseline else ""))
 
@@ -95,19 +94,16 @@ def run_command(
 def default_folder(experiment: Experiment, data: later.data_collection.Collection) -> Path:
     """Return runs/DATA-METHOD-sSEED-HASH: the same run always has the same folder."""
     e = later.runs_setup.complete(experiment, data)
-    name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]  # paths and options of the data in a form that folders can have
-    return Path("runs") / f"{name}-{e.method}-s{e.seed}-{spec_hash(e)[:6]}"
+    return folder_for(e, spec_hash(e)[:6])
 
 
 @click.command("compare")
 @click.argument("given_words", nargs=-1, required=True, metavar="METHOD... [KEY=VALUE]...")
 @shared
-@click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Seeds per method.")
+@click.option("--seeds", type=COUNT, default=3, help="Seeds per method.")
 @tuned
-@at_once
-@sliced
-@timed
-@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md", help="Also write the table as a document.")
+@many
+@click.option("--page", type=FILE, metavar="F.md", help="Also write the table as a document.")
 @click.option("--leave-out", "away", metavar="each|NAMES",
               help="Leave each client out in turn, or each of the named ones, and show accuracy on it.")  # fmt: skip
 def compare_command(
@@ -133,22 +129,17 @@ def compare_command(
                 "--leave-out decides who is unseen and writes its own table; leave out --page, --slice, --minutes, "
                 "--tuned and unseen"
             )
-        try:
+        with reporter:
             found = later.studies_leave_out.leave_out(
                 names, away, out=folder, seeds=seeds, jobs=jobs, listener=reporter, **settings
             )
-        finally:
-            reporter.stop()
         _print_left_out(found, folder)
         return
-    try:
-        wanted = (Path(page), f"metavd {shlex.join(sys.argv[1:])}") if page else None
+    with reporter:
         rows = later.studies_compare.compare(
-            names, seeds=seeds, jobs=jobs, share=share, until=until, out=folder, listener=reporter, page=wanted,
-            tuned=chosen, **settings,
+            names, seeds=seeds, jobs=jobs, share=share, until=until, out=folder, listener=reporter,
+            page=(Path(page), command_line()) if page else None, tuned=chosen, **settings,
         )  # fmt: skip
-    finally:
-        reporter.stop()
     if share is not None:
         click.echo(f"This slice is done in {folder}; when all are, the command without --slice shows the table.")
         return
@@ -188,15 +179,13 @@ def _print_left_out(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None
     study = later.studies_leave_out
     clients = list(next(iter(rows.values())))
     heads = clients if len(clients) <= later.data_collection.SHOWN else [study.MEAN]
-    table = Table("method", *heads, title="accuracy % on the client that was left out", title_justify="left")
-    for name, row in rows.items():
-        table.add_row(name, *(study.shown(row[head]) for head in heads))
-    console().print(table)
+    lines = ([name, *(study.shown(row[head]) for head in heads)] for name, row in rows.items())
+    print_table(["method", *heads], lines, title="accuracy % on the client that was left out")
     click.echo(f"Files: {folder / 'leave_out.md'}, {folder / 'leave_out.json'}")
 
 
 @click.command("show")
-@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
+@click.argument("folders", nargs=-1, required=True, type=PLACE, metavar="DIR...")
 def show_command(folders: tuple[str, ...]) -> None:
     """Show the result of finished runs again."""
     results = [later.runs_store.Store(Path(folder)).read_result() for folder in folders]

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import SpecError
 from ..studies.plan import VALID, Plan, Watcher, name_of, plan
 from . import later
 from .terminal import (
+    COUNT,
+    FILE,
+    FOLDER,
     Decorator,
     Reporter,
     Shown,
     adding,
     at_once,
-    console,
+    command_line,
     experiment_of,
+    folder_for,
+    many,
+    print_table,
     settings_of,
     shared,
-    sliced,
-    timed,
     words,
 )
 
@@ -38,7 +38,7 @@ _METRIC = {"nll": "NLL", "accuracy": "accuracy"}
 def _searching(counts: click.IntRange, *, default: int, trials: str, space: str) -> Decorator:
     """Return the options of both commands: how many trials, over what."""
     return adding(
-        click.option("--trials", type=counts, default=default, show_default=True, metavar="N", help=trials),
+        click.option("--trials", type=counts, default=default, metavar="N", help=trials),
         click.option("--search", "searched", multiple=True, metavar="KEY[=SPACE]",
                      help=f"LOW..HIGH, LOW..HIGH:log or A,B,C{space}; KEY alone: what it offers; repeatable."),
     )  # fmt: skip
@@ -91,16 +91,12 @@ class Bar(Shown, Watcher):
 @shared
 @_searching(click.IntRange(1), default=20, trials="Trials in the study, those of earlier commands included.",
             space="; changes the paper's space or adds to it")  # fmt: skip
-@click.option("--metric", metavar="nll|accuracy", default="nll", show_default=True,
-              help="What is best, on validation rows.")  # fmt: skip
-@click.option("--by", metavar="rows|clients", default="rows", show_default=True,
+@click.option("--metric", metavar="nll|accuracy", default="nll", help="What is best, on validation rows.")
+@click.option("--by", metavar="rows|clients", default="rows",
               help="Validate on held-out rows of training clients, or on clients that do not train.")  # fmt: skip
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="K",
-              help="Seeds that a trial is averaged over.")  # fmt: skip
-@click.option("--sampler", metavar="tpe|random", default="tpe", show_default=True,
-              help="Learn from earlier trials, or not.")  # fmt: skip
-@click.option("--prune/--no-prune", default=True, show_default=True,
-              help="Stop trials that are worse than the median at the same round.")  # fmt: skip
+@click.option("--seeds", type=COUNT, default=1, metavar="K", help="Seeds that a trial is averaged over.")
+@click.option("--sampler", metavar="tpe|random", default="tpe", help="Learn from earlier trials, or not.")
+@click.option("--prune/--no-prune", default=True, help="Stop trials that are worse than the median at the same round.")
 @at_once
 def tune_command(
     *, given_words: tuple[str, ...], out: str | None, config: str | None, pairs: tuple[str, ...],
@@ -121,12 +117,9 @@ def tune_command(
         )
     experiment = experiment_of(settings, names[0] if names else None)
     study = plan(experiment, search, seeds=seeds, metric=metric, by=by, sampler=sampler, prune=prune)
-    folder = Path(out) if out else default_folder(study)
-    bar = Bar()
-    try:
+    folder = Path(out) if out else folder_for(study.experiment, name_of(study), "tune-")
+    with Bar() as bar:
         history = later.studies_tune.tune(study, out=folder, trials=trials, jobs=jobs, watcher=bar)
-    finally:
-        bar.stop()
     print_study(history)
     click.echo(f"\nFiles: {folder}/trials.json, importance.json, study.db\nmetavd run --config {folder / 'best.toml'}")
 
@@ -148,13 +141,6 @@ def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]
     return result
 
 
-def default_folder(study: Plan) -> Path:
-    """Return runs/tune-DATA-METHOD-sSEED-HASH: the same command always has the same folder."""
-    e = study.experiment
-    name = re.sub(r"[^\w.+=-]+", "-", e.data)[-60:]
-    return Path("runs") / f"tune-{name}-{e.method}-s{e.seed}-{name_of(study)}"
-
-
 def _shown(metric: str, value: float) -> str:
     return f"{value:.4f}" if metric == "nll" else f"{value:.1%}"
 
@@ -169,17 +155,15 @@ def print_study(history: Mapping[str, Any]) -> None:
     searched = list(history["study"]["space"])
     finished = [line for line in lines if line["state"] == "finished"]
     finished.sort(key=lambda line: line["value"], reverse=history["direction"] == "maximize")
-    table = Table(title=f"best trials by validation {_METRIC[metric]}", title_justify="left")
-    for heading in ("trial", _METRIC[metric], *searched, "seconds"):
-        table.add_column(heading, justify="right")
-    for line in finished[:_BEST]:
-        table.add_row(
-            str(line["number"]),
-            _shown(metric, line["value"]),
-            *(_text(line["settings"][key]) for key in searched),
-            f"{line['seconds']:.1f}",
-        )
-    console().print(table)
+    print_table(
+        ("trial", _METRIC[metric], *searched, "seconds"),
+        (
+            [str(line["number"]), _shown(metric, line["value"]), *(_text(line["settings"][key]) for key in searched),
+             f"{line['seconds']:.1f}"]
+            for line in finished[:_BEST]
+        ),
+        title=f"best trials by validation {_METRIC[metric]}", numbers=0,
+    )  # fmt: skip
     stopped = sum(line["state"] == "stopped" for line in lines)
     click.echo(f"{len(finished)} trials finished, {stopped} stopped early or diverged")
     if history["importance"]:
@@ -195,17 +179,15 @@ def print_study(history: Mapping[str, Any]) -> None:
 @_searching(click.IntRange(2, 1000), default=12,
             trials="Trials of every method, no two alike; the first one is its defaults.",
             space=", for the methods that have KEY")  # fmt: skip
-@click.option("--rungs", default="300,1000", show_default=True, metavar="A,B,C",
+@click.option("--rungs", default="300,1000", metavar="A,B,C",
               help="Rounds after which a third of the trials goes on; the last is what is tuned for.")  # fmt: skip
-@click.option("--store", type=click.Path(dir_okay=False), default="results/tuning.jsonl", show_default=True,
+@click.option("--store", type=FILE, default="results/tuning.jsonl",
               metavar="F", help="Finished rungs; what it holds is not computed again.")  # fmt: skip
-@click.option("--page", type=click.Path(dir_okay=False), metavar="F.md",
+@click.option("--page", type=FILE, metavar="F.md",
               help="Also write what was chosen as a document and as files; without METHOD nothing is run.")  # fmt: skip
-@click.option("--files", type=click.Path(file_okay=False), metavar="DIR",
+@click.option("--files", type=FOLDER, metavar="DIR",
               help="Where --page writes the files, one for each method. [default: results/tuned]")  # fmt: skip
-@at_once
-@sliced
-@timed
+@many
 def tune_all_command(
     *, given_words: tuple[str, ...], trials: int, rungs: str, searched: tuple[str, ...], store: str, jobs: int,
     share: later.studies_many.Share | None, until: float | None, page: str | None, files: str | None,
@@ -235,10 +217,9 @@ def tune_all_command(
         reporter.note(f"  {line['method']}  round {line['round']}  trial {line['trial']}  {score}  {what}")
     _print_chosen(store)
     if page is not None:
-        command = f"metavd {shlex.join(sys.argv[1:])}"
         lines = list(later.studies_halving.read(Path(store)).values())
         folder = Path(files) if files else later.studies_tuned.FOLDER
-        Path(page).write_text(later.studies_halving.page(lines, command))
+        Path(page).write_text(later.studies_halving.page(lines, command_line()))
         written = later.studies_tuned.write(lines, folder)
         click.echo(f"Written: {page}" + (f", and {len(written)} files in {folder}" if written else ""))
 
@@ -254,12 +235,9 @@ def _rungs(text: str) -> tuple[int, ...]:
 
 
 def _print_chosen(store: str) -> None:
-    table = Table(title="chosen on validation rows and clients", title_justify="left")
-    for heading in ("study", "method", "accuracy", "settings"):
-        table.add_column(heading)
-    for (study, method), lines in later.studies_halving.chosen(
-        later.studies_halving.read(Path(store)).values()
-    ).items():
-        settings = " ".join(f"{key}={value}" for key, value in lines[0]["settings"].items())
-        table.add_row(study, method, f"{lines[0]['score']:.1%}", settings)
-    console().print(table)
+    chosen = later.studies_halving.chosen(later.studies_halving.read(Path(store)).values())
+    rows = [
+        (study, method, f"{best['score']:.1%}", " ".join(f"{key}={value}" for key, value in best["settings"].items()))
+        for (study, method), (best, *_) in chosen.items()
+    ]
+    print_table(("study", "method", "accuracy", "settings"), rows, title="chosen on validation rows and clients")

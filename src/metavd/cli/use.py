@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from ..errors import UserError
 from . import later
-from .terminal import Reporter, adding, console
+from .terminal import FILE, PLACE, Reporter, adding, folder_name, print_table
 
 _placed = adding(
-    click.option("--domain", metavar="NAME",
-                 help="Of a run on several datasets, which of them the rows are like. [default: by name]"),
     click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]"),
     click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]"),
-)  # fmt: skip
+)
 """What these commands share."""
-
-
-def _folder_name(text: str) -> str:
-    """Return a client's name in a form that folders can have; names of a table may hold anything."""
-    return re.sub(r"[^\w.+=-]+", "-", text)[:80]
+_domain = click.option(
+    "--domain", metavar="NAME",
+    help="Of a run on several datasets, which of them the rows are like. [default: by name]",
+)  # fmt: skip
 
 
 @click.command("personalize")
-@click.argument("run", type=click.Path(), metavar="RUN")
+@click.argument("run", type=PLACE, metavar="RUN")
 @click.option("--data", metavar="NEW", help="Labelled rows of a new client, such as npz:mine.npz or folder:mine.")
 @click.option(
     "--client", metavar="ID", help="One of NEW's clients, or without NEW the name or number of one of the run's."
 )
+@_domain
 @_placed
-@click.option("--out", type=click.Path(), metavar="DIR", help="Folder for the model. [default: below RUN/personal]")
+@click.option("--out", type=PLACE, metavar="DIR", help="Folder for the model. [default: below RUN/personal]")
 def personalize_command(
     *, run: str, data: str | None, client: str | None, domain: str | None, out: str | None, **how: Any
 ) -> None:
@@ -45,7 +41,7 @@ def personalize_command(
     """
     reporter = Reporter()
     found = later.serve_personal.personalize_each(run, data, client=client, domain=domain, note=reporter.note, **how)
-    names = {name: _folder_name(f"client-{name}") if own.about["client"] else name for name, own in found.items()}
+    names = {name: folder_name(f"client-{name}")[:80] if own.about["client"] else name for name, own in found.items()}
     base = Path(out) if out else Path(run) / "personal"
     alone = out is not None and len(found) == 1
     for name, own in found.items():
@@ -54,15 +50,14 @@ def personalize_command(
 
 
 @click.command("predict")
-@click.argument("place", type=click.Path(), metavar="MODEL_OR_RUN")
+@click.argument("place", type=PLACE, metavar="MODEL_OR_RUN")
 @click.option(
     "--data", required=True, metavar="X", help="Rows, with or without labels, such as npz:mine.npz or folder:mine."
 )
 @click.option(
-    "--client",
-    metavar="ID",
+    "--client", metavar="ID",
     help="Of a run: whose model answers, by name or number. [default: what a new client receives]",
-)
+)  # fmt: skip
 @click.option("--samples", type=int, metavar="S", help="Posterior draws. [default: the run's]")
 @click.option("--top", type=int, metavar="K", help="The K most probable classes in place of all.")
 @click.option(
@@ -73,15 +68,11 @@ def personalize_command(
     "--penalty", type=float, metavar="P", help="Of raps: what a rank adds to a class's score. [default: 0.01]"
 )
 @click.option("--free", type=int, metavar="K", help="Of raps: how many ranks add nothing. [default: 5]")
-@click.option(
-    "--calibrate",
-    metavar="ROWS",
-    help="Labelled rows of the client for its sets. [default: its validation rows in the run]",
-)
+@click.option("--calibrate", metavar="ROWS",
+              help="Labelled rows of the client for its sets. [default: its validation rows in the run]")  # fmt: skip
+@_domain
 @_placed
-@click.option(
-    "--out", type=click.Path(dir_okay=False), metavar="F", help="A .csv or .parquet file. [default: CSV, printed]"
-)
+@click.option("--out", type=FILE, metavar="F", help="A .csv or .parquet file. [default: CSV, printed]")
 def predict_command(
     *, place: str, data: str, client: str | None, top: int | None, coverage: float | None, kind: str | None,
     penalty: float | None, free: int | None, calibrate: str | None, domain: str | None, root: str | None,
@@ -114,17 +105,9 @@ def predict_command(
     told += f", mean entropy {said.entropy.mean():.3f}"
     if coverage is not None:
         rule = later.serve_sets.calibrated(
-            own,
-            coverage,
-            kind,
-            source=calibrate,
-            penalty=penalty,
-            free=free,
-            domain=like,
-            root=root,
-            note=reporter.note,
-            **how,
-        )
+            own, coverage, kind, source=calibrate, penalty=penalty, free=free, domain=like, root=root,
+            note=reporter.note, **how,
+        )  # fmt: skip
         inside = later.evaluate_conformal.sets(said.probs, rule)
         told += "" if rows.y is None else f", label in set {later.evaluate_conformal.covered(inside, rows.y):.1%}"
         told += f", mean set size {later.evaluate_conformal.size(inside):.2f}"
@@ -137,14 +120,13 @@ def predict_command(
 
 
 @click.command("trust")
-@click.argument("run", type=click.Path(), metavar="RUN")
+@click.argument("run", type=PLACE, metavar="RUN")
 @click.option("--unknown", metavar="DATA", help="Another dataset, whose rows the run's clients are shown as unknown.")
-@click.option("--rows", type=int, default=200, show_default=True, metavar="N", help="How many of them.")
-@click.option("--coverage", type=float, default=0.9, show_default=True, metavar="C",
+@click.option("--rows", type=int, default=200, metavar="N", help="How many of them.")
+@click.option("--coverage", type=float, default=0.9, metavar="C",
               help="How often a set of classes is to hold the right one.")  # fmt: skip
-@click.option("--root", metavar="DIR", help="Folder with the datasets' files. [default: the run's]")
-@click.option("--device", metavar="D", help="cpu or cuda. [default: the run's where there is one]")
-@click.option("--out", type=click.Path(dir_okay=False), metavar="F.json", help="[default: RUN/trust.json]")
+@_placed
+@click.option("--out", type=FILE, metavar="F.json", help="[default: RUN/trust.json]")
 def trust_command(*, run: str, out: str | None, **how: Any) -> None:
     """Measure how far the answers of a finished RUN can be trusted, client by client.
 
@@ -155,25 +137,21 @@ def trust_command(*, run: str, out: str | None, **how: Any) -> None:
     path = Path(out) if out else Path(run) / "trust.json"
     title = f"sets for coverage {found['coverage']:g}"
     title += f", unknown inputs from {found['unknown']['data']}" if "unknown" in found else ""
-    table = Table("", "by", "participating clients", "unseen clients", title=title, title_justify="left")
-    for row in later.serve_trust.lines(found):
-        table.add_row(*row)
-    console().print(table)
+    print_table(("", "by", "participating clients", "unseen clients"), later.serve_trust.lines(found), title=title)
     later.serve_trust.write(found, path)
     click.echo(f"Written: {path}")
 
 
 @click.command("export")
-@click.argument("place", type=click.Path(), metavar="MODEL_OR_RUN")
+@click.argument("place", type=PLACE, metavar="MODEL_OR_RUN")
 @click.option(
     "--client", metavar="ID", help="Of a run: whose model, by name or number. [default: what a new client receives]"
 )
 @click.option("--format", "kind", metavar="safetensors|onnx", help="[default: as the file's ending says]")
-@click.option(
-    "--out", type=click.Path(dir_okay=False), required=True, metavar="F", help="The file; its card goes beside it."
-)
+@click.option("--out", type=FILE, required=True, metavar="F", help="The file; its card goes beside it.")
 @click.option("--samples", type=int, metavar="S", help="Posterior draws in an ONNX graph. [default: the run's]")
 @click.option("--licence", metavar="TEXT", help="What the model card says of it.")
+@_domain
 @_placed
 def export_command(
     *, place: str, client: str | None, kind: str | None, out: str, samples: int | None, licence: str | None,

@@ -8,9 +8,11 @@ options of the method travel together in `set`.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from .. import methods
@@ -24,7 +26,7 @@ from ..wire import Limits
 SERVER_APP = "metavd.flower.server:app"
 APP = "metavd-app"
 _MANY = 10**7
-_LIMITS = Limits()
+_LIMITS = {each.name: each for each in fields(Limits)}
 
 
 class FederationError(UserError):
@@ -33,6 +35,11 @@ class FederationError(UserError):
 
 class FailedRunError(FailedError):
     """A federation that was started as it should be and did not come to its end; the text says why."""
+
+
+def _limit(name: str) -> Any:
+    """Make the field of a bound that the guard keeps."""
+    return field(default=_LIMITS[name].default, metadata=_LIMITS[name].metadata)
 
 
 @dataclass(frozen=True)
@@ -66,37 +73,25 @@ class Plan:
         False, "noise of +dp, and whom a round asks, come from the seed as in the simulator: for tests, not private"
     )
     server_data: str = option("", "the server's own unlabelled rows, for fedbe, such as npz:rows.npz")
-    max_bytes: int = option(_LIMITS.max_bytes, "longest answer", low=1)
-    max_norm: float = option(
-        _LIMITS.max_norm, "largest change of a client's weights, relative to 1 + their norm", low=0
-    )
-    max_change: float = option(
-        _LIMITS.max_change, "largest change of weights, relative to the median of rounds before", low=0
-    )
-    max_size: float = option(
-        _LIMITS.max_size, "largest change of weights, relative to the median of the others in the round", low=0
-    )
-    max_against: float = option(
-        _LIMITS.max_against, "the same, of an answer that points away from the others of the round", low=0
-    )
+    max_bytes: int = _limit("max_bytes")
+    max_norm: float = _limit("max_norm")
+    max_change: float = _limit("max_change")
+    max_size: float = _limit("max_size")
+    max_against: float = _limit("max_against")
     max_share: float = option(2.0, "most that a client weighs in a round, times the median client; 0: no bound", low=0)
-    max_samples: float = option(_LIMITS.max_samples, "most rows that a client may claim", low=1)
-    max_offences: int = option(_LIMITS.max_offences, "refused answers after which a client is asked no more", low=1)
+    max_samples: float = _limit("max_samples")
+    max_offences: int = _limit("max_offences")
     max_silences: int = option(
-        5,
-        "silences in a row after which a client is asked no more, until the run is started again",
-        low=1,
+        5, "silences in a row after which a client is asked no more, until the run is started again", low=1
     )
     slack: float = option(
-        5.0,
-        "times the slowest answer's own time that a round with a quorum waits; 0: always round-timeout",
-        low=0,
+        5.0, "times the slowest answer's own time that a round with a quorum waits; 0: always round-timeout", low=0
     )
 
     @property
     def limits(self) -> Limits:
         """What the server puts up with."""
-        return Limits(**{f.name: getattr(self, f.name) for f in fields(Limits)})
+        return Limits(**{name: getattr(self, name) for name in _LIMITS})
 
     def asked(self, there: int) -> int:
         """Return how many of the clients that are there a round asks."""
@@ -206,3 +201,16 @@ def app_toml(**values: Any) -> str:
     for name, key in KEYS.items():
         lines += [f"# {key.help}", f"{name} = {json.dumps(values.get(name, key.default))}"]
     return "\n".join(lines) + "\n"
+
+
+def write_app(folder: Path) -> Path:
+    """Write the app into a folder of its own below this one, and return that."""
+    place = folder / APP
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "pyproject.toml").write_text(app_toml())
+    return place
+
+
+def flower_home() -> Path:
+    """Return the folder that Flower keeps its own files in."""
+    return Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import compat, security
-from .config import APP, FederationError, app_toml
+from .config import FederationError, write_app
 from .follow import follow, pairs
 from .warm import POLL
 
@@ -94,12 +94,12 @@ class Local:
             _MARK: self.mark,
         }
 
-    def start(self, name: str, command: Sequence[str], *, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    def start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a process whose output goes to NAME.log."""
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 list(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self.environment,
-                cwd=cwd or self.folder, start_new_session=True,
+                cwd=self.folder, start_new_session=True,
             )  # fmt: skip
         self.processes[name] = process
         return process
@@ -116,10 +116,7 @@ class Local:
         if self.secure:
             if not (self.folder / security.SERVER).exists():
                 security.certificates(self.folder, [HOST, "localhost"])
-            certificates = {"ca-certfile": security.CA, "certfile": security.SERVER, "keyfile": security.SERVER_KEY}
-            for option, name in certificates.items():
-                command += [f"--ssl-{option}", str(self.folder / name)]
-            command.append("--enable-supernode-auth")
+            command += security.link_arguments(self.folder)
         else:
             command.append("--insecure")
         process = self.start("superlink", command)
@@ -166,10 +163,7 @@ class Local:
 
     def app(self) -> Path:
         """Return the folder of the Flower app."""
-        folder = self.folder / APP
-        folder.mkdir(exist_ok=True)
-        (folder / "pyproject.toml").write_text(app_toml())
-        return folder
+        return write_app(self.folder)
 
     def run(self, config: Mapping[str, object], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Carry out a run to its end, with its log in run.log; raise FailedRunError unless it is finished."""

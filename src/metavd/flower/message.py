@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -49,6 +49,9 @@ class Order:
     params: bytes = b""
 
 
+_WORDS = [each.name for each in fields(Order) if each.name != "params"]
+
+
 def cleaned(text: object, most: int = 200) -> str:
     r"""Return what a client wrote, fit for a log: one line, without control codes, cut.
 
@@ -77,17 +80,14 @@ def read_spec(text: str) -> tuple[Experiment, Source, list[str]]:
 
 def write_order(order: Order) -> RecordDict:
     """Put an order into records."""
-    config = ConfigRecord({
-        "protocol": PROTOCOL, "done": order.done, "client": order.client, "key": order.key, "spec": order.spec,
-        "half": order.half, "whole": order.whole, "turn": order.turn,
-    })  # fmt: skip
+    config = ConfigRecord({"protocol": PROTOCOL} | {name: getattr(order, name) for name in _WORDS})
     return RecordDict({_ORDER: config, **_packed(order.params)})
 
 
 def read_order(records: RecordDict) -> Order:
     """Read an order; one of another protocol is refused."""
     config = _config(records, _ORDER)
-    known: dict[str, Any] = {name: config[name] for name in ("done", "client", "key", "spec", "half", "whole", "turn")}
+    known: dict[str, Any] = {name: config[name] for name in _WORDS}
     return Order(**known, params=payload(records))
 
 

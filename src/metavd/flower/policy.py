@@ -16,7 +16,6 @@ was refused, and no more. SECURITY.md says what is still possible.
 from __future__ import annotations
 
 import json
-import math
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +26,13 @@ from typing import Any
 import torch
 
 from .. import methods
-from ..container import Format, dump, load, write_atomic
+from ..container import Format, dump, load
 from ..core.types import Batch
 from ..errors import UserError
 from ..runs.settings import Experiment
 from ..schema import nearest, option, options
 from ..tree import Params
+from ..wire.guard import norm
 from .config import FederationError
 from .private import Shelf
 
@@ -61,10 +61,7 @@ class Policy:
         0.0, "change of the weights that come, since the last ones, relative to 1 + their norm; 0: any", low=0
     )
     alike: float = option(
-        0.1,
-        "share of a layer's units, or later inputs, that may be copies of each other; 1: any",
-        low=0,
-        high=1,
+        0.1, "share of a layer's units, or later inputs, that may be copies of each other; 1: any", low=0, high=1
     )
     rounds_a_day: int = option(0, "turns in 24 hours; 0: any", low=0, high=_MANY)
     methods: tuple[str, ...] = ()
@@ -145,13 +142,11 @@ def check_received(policy: Policy, own: Shelf, received: Params) -> None:
     if path.exists():
         last, _ = load(_RECEIVED, path.read_bytes())
         there = [name for name in received if name in last and last[name].shape == received[name].shape]
-        moved = _norm([received[name].cpu().double() - last[name].double() for name in there])
-        bound = policy.largest_change * (1.0 + _norm([last[name].double() for name in there]))
+        moved = norm([received[name].cpu().double() - last[name].double() for name in there])
+        bound = policy.largest_change * (1.0 + norm([last[name].double() for name in there]))
         if len(there) < len(received) or not moved <= bound:
             raise RefusedError(f"the weights moved by {moved:.3g} since the last ones; the policy allows {bound:.3g}")
-    own.make()
-    write_atomic(path, dump(_RECEIVED, {name: value.cpu().contiguous() for name, value in received.items()}))
-    path.chmod(0o600)
+    own.put(path, dump(_RECEIVED, {name: value.cpu().contiguous() for name, value in received.items()}))
 
 
 def _arrows(received: Params) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -192,14 +187,8 @@ def check_day(policy: Policy, own: Shelf) -> None:
     """Refuse a turn too many in 24 hours, over all runs."""
     if not policy.rounds_a_day:
         return
-    own.make()
     path, now = own.folder.parent.parent / "turns.json", time.time()
     turns = [each for each in json.loads(path.read_text()) if each > now - _DAY] if path.exists() else []
     if len(turns) >= policy.rounds_a_day:
         raise RefusedError(f"there were {len(turns)} turns in 24 hours; the policy allows {policy.rounds_a_day}")
-    write_atomic(path, json.dumps([*turns, now]).encode())
-    path.chmod(0o600)
-
-
-def _norm(values: Sequence[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(value.square().sum()) for value in values))
+    own.put(path, json.dumps([*turns, now]).encode())

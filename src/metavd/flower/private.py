@@ -12,7 +12,6 @@ last file; one whose file is lost begins anew, and says so.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from ..container import Format, dump, load, write_atomic
 from ..core.types import Keep
 from ..tree import Params
+from .config import flower_home
 from .message import Order
 
 KEPT = Format("kept", 1)
@@ -74,25 +74,23 @@ class Shelf:
         path = self.folder / "rows.sha256"
         before = path.read_bytes() if path.exists() else rows
         if before != rows or not path.exists():
-            self.make()
-            write_atomic(path, rows)
-            path.chmod(0o600)
+            self.put(path, rows)
         if before != rows:
             self.report("the rows of this site are others than in its last turn of this run; the server is told so")
         return before != rows
 
-    def make(self) -> None:
-        """Make the folders, for this user alone."""
+    def put(self, path: Path, data: bytes) -> None:
+        """Write a file in one of the folders, which are made, for this user alone."""
         for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(path, data)
+        path.chmod(0o600)
 
     def write(self, round: int, turn: int, kept: Params) -> None:
         """Write what is kept after a round, and remove all but that and what the server knows of."""
-        self.make()
         words = {"run": self.run, "client": str(self.client), "round": str(round)}
         flat = {name: value.detach().cpu().contiguous() for name, value in kept.items()}
-        write_atomic(self.path(round), dump(KEPT, flat, words))
-        self.path(round).chmod(0o600)
+        self.put(self.path(round), dump(KEPT, flat, words))
         known = max((each for each in self.rounds() if each <= turn), default=0)
         for old in self.rounds():
             if old not in {round, known}:
@@ -101,8 +99,7 @@ class Shelf:
 
 def shelf(node: Mapping[str, Any], order: Order, device: str, report: Callable[[str], None]) -> Shelf:
     """Return the files of the client that an order is for."""
-    home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser() / "metavd"
-    state = Path(str(node["state"])).expanduser() if "state" in node else home
+    state = Path(str(node["state"])).expanduser() if "state" in node else flower_home() / "metavd"
     run = hashlib.sha256(f"{order.key}:{order.spec}".encode()).hexdigest()[:16]
     return Shelf(state / run / f"client-{order.client:06d}", run, order.client, device, report)
 

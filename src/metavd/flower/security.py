@@ -25,13 +25,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from .config import FederationError
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
+_SHOWN = {"ca-certfile": CA, "certfile": SERVER, "keyfile": SERVER_KEY}
+_AUTHORITY_DAYS = 3650
 _EARLY = datetime.timedelta(minutes=5)
 """Clocks of two sites differ."""
 
 
-def certificates(
-    folder: Path, hosts: Sequence[str], *, authority: Path | None = None, days: int = 825, authority_days: int = 3650
-) -> None:
+def certificates(folder: Path, hosts: Sequence[str], *, authority: Path | None = None, days: int = 825) -> None:
     """Make the server's certificate for these names and addresses in a folder, signed by an authority in its own.
 
     An authority that is not there yet is made, so that a second call renews the server's certificate alone. Without a
@@ -46,7 +46,7 @@ def certificates(
         )
     for each in (own, folder):
         each.mkdir(parents=True, exist_ok=True, mode=0o700)
-    signer, signing = _authority(own, authority_days) if not (own / CA).exists() else _known(own)
+    signer, signing = _authority(own) if not (own / CA).exists() else _known(own)
     key = ec.generate_private_key(ec.SECP256R1())
     names = [_general(host) for host in hosts]
     builder = _builder(hosts[0], signer.subject, key, days)
@@ -60,6 +60,16 @@ def certificates(
     _write(folder / SERVER, certificate.public_bytes(serialization.Encoding.PEM))
     if own != folder:
         _write(folder / CA, signer.public_bytes(serialization.Encoding.PEM))
+
+
+def link_arguments(folder: Path) -> list[str]:
+    """Return what a SuperLink is told of the certificates in a folder: TLS, and for registered nodes only."""
+    arguments = []
+    for option, name in _SHOWN.items():
+        if not (folder / name).exists():
+            raise FederationError(f"{folder / name} is not there; make it with metavd federate certificates")
+        arguments += [f"--ssl-{option}", str(folder / name)]
+    return [*arguments, "--enable-supernode-auth"]
 
 
 def node_key(path: Path) -> Path:
@@ -89,10 +99,10 @@ def fingerprint(public: Path) -> str:
     return hashlib.sha256(pem).hexdigest()
 
 
-def _authority(folder: Path, days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "metavd federation")])
-    builder = _builder("metavd federation", name, key, days)
+    builder = _builder("metavd federation", name, key, _AUTHORITY_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     usage = dict.fromkeys(
         ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, MessageType
+from flwr.app import Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from httpx import TransportError
 from torch import Tensor
@@ -342,53 +342,51 @@ class Tests:
 
     def run(self, state: ServerState) -> Tested:
         """Let every client that is there test its own model."""
-        reports, down = _evaluate(self, state)
-        self.down += down
-        return Tested(_summary(self.setup, state, reports), lambda: _files(self.fleet, self.setup, state, reports))
+        fleet, plan, done = self.fleet, self.setup.plan, int(state.round)
+        answers = exchange(
+            fleet.grid, self._orders(state), MessageType.EVALUATE, round=done, seconds=plan.round_timeout,
+            poll=plan.poll, meanwhile=lambda: fleet.greet(done),
+        )  # fmt: skip
+        reports = {}
+        members = {each.number: each for each in fleet.registry.members}
+        for client, content in sorted(answers.content.items()):
+            look = fleet.looks.get(members[client].identity)
+            most = figures.Most(self.guard.rows.get(client, plan.max_samples), look.rows if look else plan.max_samples)
+            try:
+                reports[client] = figures.checked(read_reply(content)[1], most)
+            except (ArithmeticError, TypeError, ValueError) as error:
+                answers.lost[client] = cleaned(error)
+        for client, (counted, own) in figures.loud(reports).items():
+            _LOG.warning("client %d claims %d test rows and counts in means as %d", client, own, counted)
+        for client, why in answers.lost.items():
+            _LOG.warning("client %d is not evaluated: %s", client, why)
+        fleet.audit.add("figures", round=done, accepted=sorted(reports), refused=answers.lost)
+        return Tested(_summary(self.setup, state, reports), lambda: _files(fleet, self.setup, state, reports))
 
-
-def _evaluate(tests: Tests, state: ServerState) -> tuple[Reports, int]:
-    """Return what clients say of their own models, and the bytes of those."""
-    fleet, setup, turns, guard = tests.fleet, tests.setup, tests.turns, tests.guard
-    algorithm, plan, done = setup.task.algorithm, setup.plan, int(state.round)
-    fit = methods.traits(setup.experiment.method, setup.experiment.options).admits_by_fitting
-    online = fleet.online()
-    messages, down = {}, 0
-    for node, member in sorted(fleet.present.items(), key=lambda item: item[1].number):
-        if node not in online or guard.excluded(member.number):
-            continue
-        if member.trains:
-            params = algorithm.serve(state.params, torch.tensor(member.number), state.round)
-        elif fit:
-            # Of the others' embeddings a newcomer needs the mean alone.
-            params = state.params | {EMBEDDING: state.params[EMBEDDING].mean(0, keepdim=True)}
-        else:
-            params = algorithm.admit(state.params, state.round, ())
-        data = encode(params, half=plan.half)
-        down += len(data)
-        whole = fit and not member.trains
-        turn = turns.get(member.number, 0)
-        order = Order(done, member.number, int(state.key), setup.spec, plan.half, whole, turn, data)
-        messages[member.number] = (node, write_order(order))
-    answers = exchange(
-        fleet.grid, messages, MessageType.EVALUATE, round=done, seconds=plan.round_timeout, poll=plan.poll,
-        meanwhile=lambda: fleet.greet(done),
-    )  # fmt: skip
-    reports = {}
-    members = {each.number: each for each in fleet.registry.members}
-    for client, content in sorted(answers.content.items()):
-        look = fleet.looks.get(members[client].identity)
-        most = figures.Most(guard.rows.get(client, plan.max_samples), look.rows if look else plan.max_samples)
-        try:
-            reports[client] = figures.checked(read_reply(content)[1], most)
-        except (ArithmeticError, TypeError, ValueError) as error:
-            answers.lost[client] = cleaned(error)
-    for client, (counted, own) in figures.loud(reports).items():
-        _LOG.warning("client %d claims %d test rows and counts in means as %d", client, own, counted)
-    for client, why in answers.lost.items():
-        _LOG.warning("client %d is not evaluated: %s", client, why)
-    fleet.audit.add("figures", round=done, accepted=sorted(reports), refused=answers.lost)
-    return reports, down
+    def _orders(self, state: ServerState) -> dict[int, tuple[int, RecordDict]]:
+        """Return each client's node and what it is asked, with its model; the models' bytes are counted."""
+        fleet, setup, algorithm = self.fleet, self.setup, self.setup.task.algorithm
+        fit = methods.traits(setup.experiment.method, setup.experiment.options).admits_by_fitting
+        online = fleet.online()
+        orders = {}
+        for node, member in sorted(fleet.present.items(), key=lambda item: item[1].number):
+            if node not in online or self.guard.excluded(member.number):
+                continue
+            if member.trains:
+                params = algorithm.serve(state.params, torch.tensor(member.number), state.round)
+            elif fit:
+                # Of the others' embeddings a newcomer needs the mean alone.
+                params = state.params | {EMBEDDING: state.params[EMBEDDING].mean(0, keepdim=True)}
+            else:
+                params = algorithm.admit(state.params, state.round, ())
+            data = encode(params, half=setup.plan.half)
+            self.down += len(data)
+            order = Order(
+                int(state.round), member.number, int(state.key), setup.spec, setup.plan.half,
+                whole=fit and not member.trains, turn=self.turns.get(member.number, 0), params=data,
+            )  # fmt: skip
+            orders[member.number] = (node, write_order(order))
+        return orders
 
 
 def _parts(reports: Reports) -> dict[str, list[Mapping[str, Any]]]:

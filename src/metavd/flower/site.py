@@ -289,7 +289,7 @@ def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source
     if len(data.sources) > 1:
         raise FederationError(f"data is {text!r}, but a federation trains on one dataset; name one")
     source = _numbers(data.sources[0], text)
-    return data, replace(blank(source), name=text), class_names(text, source)
+    return data, replace(blank(source), name=text), class_names(source)
 
 
 def settle(node: Mapping[str, Any], e: Experiment, takes: Source, classes: Sequence[str]) -> Site:

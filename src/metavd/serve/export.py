@@ -25,6 +25,7 @@ from ..container import Format, dump, write_atomic
 from ..core import rng
 from ..core.gp_slots import POINTS
 from ..core.posterior import per_weight
+from ..data.partition import some
 from ..errors import UserError
 from ..tree import Params
 from .model import Personal, Prediction
@@ -293,8 +294,6 @@ def card(own: Personal, file: str, kind: str, *, domain: str | None = None, lice
     )
     shape = " x ".join(str(length) for length in takes.x.shape[1:])
     unit = "token ids" if takes.tokens else "numbers"
-    names = own.classes
-    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     lines = [
         f"# {file}", "",
         f"A personalised classifier, trained by federated learning with `{about['method']}` on {about['data']} and "
@@ -304,7 +303,7 @@ def card(own: Personal, file: str, kind: str, *, domain: str | None = None, lice
         f"| data | {about['data']}, fingerprint `{e.content}` |",
         f"| adapted to | {rows} |",
         f"| input | {shape} {unit} a row, stored as {takes.x.dtype}{_prepared(own)} |",
-        f"| classes | {len(names)}: {shown} |",
+        f"| classes | {len(own.classes)}: {some(own.classes, 20)} |",
         f"| run | `{about['spec']}`, state of round {about['round']}, SHA-256 `{about['model_sha256'][:12]}` |",
         f"| made with | metavd {about['metavd']} |",
         f"| licence | {licence} |", "",

@@ -144,7 +144,7 @@ def personalize(
         device: where to compute.
         note: told what a person should know.
     """
-    trained = _opened(run, trained_on=trained_on, module=module, root=root, device=device, note=note)
+    trained = opened(run, trained_on=trained_on, module=module, root=root, device=device, note=note)
     found = personalize_each(trained, source, client=client, domain=domain, root=root, note=note)
     if len(found) > 1:
         raise UserError(f"the data hold {len(found)} clients ({_some(list(found))}), but one is wanted; name it")
@@ -162,13 +162,13 @@ def personalize_each(
     **how: Any,
 ) -> dict[str, Personal]:
     """Return, by name, the models of all clients in `source`, or of the one that is named; see `personalize`."""
-    trained = _opened(run, root=root, note=note, **how)
+    trained = opened(run, root=root, note=note, **how)
     if source is None:
         number = None if client is None else _number(trained, client)
         called = "new" if number is None else trained.setup.pool.federation.name(number)
         return {called: _participating(trained, number, domain)}
     e, held = trained.setup.experiment, trained.setup.pool.federation.source
-    takes, classes = blank(held), class_names(e.data, held)
+    takes, classes = blank(held), class_names(held)
     rows = samples(source, takes, classes, data=e.data, domain=domain, root=root or e.root, note=note)
     if rows.y is None:
         raise UserError(
@@ -177,7 +177,8 @@ def personalize_each(
     return _new(trained, rows, None if client is None else str(client), classes)
 
 
-def _opened(run: str | Path | Trained, **how: Any) -> Trained:
+def opened(run: str | Path | Trained, **how: Any) -> Trained:
+    """Return a run that is open already, or open it."""
     return run if isinstance(run, Trained) else open_run(run, **how)
 
 
@@ -265,7 +266,7 @@ def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Pe
         "spec": spec_hash(e), "model_sha256": state_hash(state), "round": now.done,
         "adapted_on": "nothing" if pool is None else "rows of the run",
         "samples": 0 if pool is None else len(pool.federation.train[number]),
-        "classes": about.pop("classes", None) or class_names(e.data, held.source),
+        "classes": about.pop("classes", None) or class_names(held.source),
         "key": int(turn.answer_key(now, number)), "noise": noise_of(algorithm), "result": trained.result,
         **about,
     }  # fmt: skip

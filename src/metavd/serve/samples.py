@@ -26,6 +26,7 @@ from ..data.formats.folder import scan
 from ..data.formats.images import SUFFIXES, Stack, check_size
 from ..data.formats.table import need_file, read_cells
 from ..data.formats.text import columns_of, read_texts
+from ..data.partition import some
 from ..data.source import Columns, Domain, Source, SourceError
 from ..data.table import flags_of, words_of
 from ..data.text import NEXT
@@ -98,7 +99,7 @@ def restored(values: Mapping[str, Any]) -> Source:
     )  # fmt: skip
 
 
-def class_names(data: str, source: Source) -> list[str]:  # noqa: ARG001 (flower.site names the data)
+def class_names(source: Source) -> list[str]:
     """Return the K classes' names: those that the source knows, or each one's number in its dataset."""
     counts = [domain.num_classes for domain in source.domains] or [source.num_classes]
     return list(source.classes) or [str(label) for count in counts for label in range(count)]
@@ -292,8 +293,7 @@ def _numbers(labels: Sequence[str], known: Sequence[str], place: str) -> np.ndar
     """Return the model's class numbers of folders' names."""
     unknown = sorted(set(labels) - set(known))
     if unknown:
-        shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
-        raise UserError(f"{place} has a class {unknown[0]!r}, but the model knows {shown}")
+        raise UserError(f"{place} has a class {unknown[0]!r}, but the model knows {some(known)}")
     return np.array([known.index(label) for label in labels], np.int64)
 
 

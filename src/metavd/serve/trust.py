@@ -32,7 +32,7 @@ from ..evaluate.answers import Answers, ClientResult
 from ..evaluate.uncertainty import auroc, fpr95
 from ..runs.evaluation import whom
 from ..runs.setup import Data, channels_last, using
-from .personal import Trained, open_run
+from .personal import Trained, opened
 from .samples import Given, blank, fit
 
 COVERAGE = 0.9
@@ -66,12 +66,11 @@ def trust(
         note: told what a person should know.
     """
     conformal.check(coverage, "lac")
-    opened = run if isinstance(run, Trained) else open_run(run, trained_on=trained_on, root=root, device=device,
-                                                           note=note)  # fmt: skip
+    trained = opened(run, trained_on=trained_on, root=root, device=device, note=note)
     if rows < 1:
         raise UserError(f"rows is {rows}, but at least one unknown input must be shown")
-    foreign = None if unknown is None else _foreign(unknown, opened, rows, root, note)
-    own = _answered(opened, None)
+    foreign = None if unknown is None else _foreign(unknown, trained, rows, root, note)
+    own = _answered(trained, None)
     found: dict[str, Any] = {
         "coverage": coverage,
         "sets": {part: _sets(results, coverage) for part, results in own.items()},
@@ -82,15 +81,15 @@ def trust(
             note(f"{short} have too few test rows for halves with coverage {coverage}, so that their sets are whole")
     if foreign is not None:
         name, x = foreign
-        shown = _answered(opened, x)
+        shown = _answered(trained, x)
         parts = {part: _told(own[part], shown[part]) for part in own}
         found["unknown"] = {"data": name, "rows": len(x), **parts}
     return found
 
 
-def _answered(opened: Trained, foreign: np.ndarray | None) -> dict[str, list[ClientResult]]:
+def _answered(trained: Trained, foreign: np.ndarray | None) -> dict[str, list[ClientResult]]:
     """Let every client's own model answer its test rows, or the same foreign rows, by group."""
-    setup = opened.setup
+    setup = trained.setup
     e, rows = setup.experiment, setup.pool
     if foreign is not None:
         source = rows.federation.source
@@ -104,15 +103,15 @@ def _answered(opened: Trained, foreign: np.ndarray | None) -> dict[str, list[Cli
     groups = whom(setup, 0)
     with using(setup):
         return {
-            part: [each for each, _ in answers(setup.algorithm, rows, opened.state, clients, setup.schedule.map)]
+            part: [each for each, _ in answers(setup.algorithm, rows, trained.state, clients, setup.schedule.map)]
             for part, clients in groups.items()
             if part in _GROUPS
         }
 
 
-def _foreign(given: Given, opened: Trained, rows: int, root: str | Path | None, note: Note) -> tuple[str, np.ndarray]:
+def _foreign(given: Given, trained: Trained, rows: int, root: str | Path | None, note: Note) -> tuple[str, np.ndarray]:
     """Return the name and some rows of another dataset, as the run's network takes them."""
-    e, source = opened.setup.experiment, opened.setup.pool.federation.source
+    e, source = trained.setup.experiment, trained.setup.pool.federation.source
     if source.domains:
         raise UserError("the run knows several datasets, but unknown inputs can be shown to a run of one alone")
     if isinstance(given, str):

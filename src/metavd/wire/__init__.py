@@ -1,6 +1,6 @@
 """Parameters on the wire: how many bytes they take, the container they travel in, what a server checks of an answer."""
 
-from .codec import counted, decode, encode
+from .codec import decode, encode
 from .count import Traffic, sparsity, together, traffic
 from .guard import Expected, Guard, Limits, Rejected, Reply
 
@@ -11,7 +11,6 @@ __all__ = [
     "Rejected",
     "Reply",
     "Traffic",
-    "counted",
     "decode",
     "encode",
     "sparsity",

@@ -133,11 +133,6 @@ def decode(data: bytes, like: Params | None = None, masks: Params | None = None,
     }
 
 
-def counted(data: bytes) -> int:
-    """Return the bytes of a message's tensors, which is what `traffic` counts; the rest is its header."""
-    return container.payload_size(MESSAGE, data)
-
-
 def _described(packed: Params, words: dict[str, str]) -> Iterator[tuple[str, _Was]]:
     """Yield what every entry was, checked as far as that goes without its values."""
     try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..container import ContainerError
+from ..schema import option
 from ..tree import Params
 from .codec import decode
 from .masks import is_mask
@@ -37,21 +38,19 @@ class Limits:
     A bound of math.inf is none.
     """
 
-    max_bytes: int = 1 << 30
-    """Length of an answer, as it came."""
-    max_norm: float = 10.0
+    max_bytes: int = option(1 << 30, "longest answer", low=1)
+    max_norm: float = option(10.0, "largest change of a client's weights, relative to 1 + their norm", low=0)
     """||answer - received|| over 1 + ||received||. The 1 is for models that start at zero."""
-    max_change: float = 100.0
+    max_change: float = option(100.0, "largest change of weights, relative to the median of rounds before", low=0)
     """||answer - received|| over the median of that in the ten rounds before."""
-    max_size: float = 10.0
-    """||answer - received|| over the median of the others in the same round."""
-    max_against: float = 4.0
-    """The same, of an answer that points away from the others: an honest one may do so, but not go far."""
-    max_samples: float = 1e9
-    """Samples that a client may claim. Below the bound it is believed, and weighs in the average by its claim: give
-    the rows of the largest site."""
-    max_offences: int = 3
-    """With so many refused answers a client is excluded."""
+    max_size: float = option(
+        10.0, "largest change of weights, relative to the median of the others in the round", low=0
+    )
+    max_against: float = option(4.0, "the same, of an answer that points away from the others of the round", low=0)
+    """An honest one may do so, but not go far."""
+    max_samples: float = option(1e9, "most rows that a client may claim", low=1)
+    """Below the bound it is believed, and weighs in the average by its claim: give the rows of the largest site."""
+    max_offences: int = option(3, "refused answers after which a client is asked no more", low=1)
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,6 @@ def _shown(claimed: object) -> str:
         return "too many"
 
 
-def _samples(limits: Limits, claimed: object) -> float:
-    most = min(limits.max_samples, _COUNTABLE)
-    if isinstance(claimed, bool) or not isinstance(claimed, (int, float)) or not 0 < claimed <= most:
-        raise _FaultError("samples", f"it claims {_shown(claimed)} samples; a number above 0, at most {most:g}, can be")
-    return float(claimed)
-
-
 def _params(limits: Limits, expected: Expected, payload: object) -> Params:
     if not isinstance(payload, bytes):
         raise _FaultError("damaged", f"the payload is no bytes but {type(payload).__name__}")
@@ -131,13 +123,9 @@ def _params(limits: Limits, expected: Expected, payload: object) -> Params:
     return {name: params[name] for name in expected.received}
 
 
-def _norm(values: Iterable[Tensor]) -> float:
+def norm(values: Iterable[Tensor]) -> float:
+    """Return the norm of all values together; in float64, whose squares of float32 do not overflow."""
     return math.sqrt(sum(float(value.to(torch.float64).square().sum()) for value in values))
-
-
-def _change(params: Params, received: Params) -> float:
-    """Return ||answer - received||; in float64, whose squares of float32 do not overflow."""
-    return _norm(value.to(torch.float64) - received[name].detach().cpu() for name, value in params.items())
 
 
 @dataclass
@@ -186,7 +174,11 @@ class Guard:
 
     def _claim(self, expected: Expected, samples: object) -> float:
         """Return the rows that a client claims, if they are no more than before."""
-        claimed = _samples(self.limits, samples)
+        most = min(self.limits.max_samples, _COUNTABLE)
+        if isinstance(samples, bool) or not isinstance(samples, (int, float)) or not 0 < samples <= most:
+            why = f"it claims {_shown(samples)} samples; a number above 0, at most {most:g}, can be"
+            raise _FaultError("samples", why)
+        claimed = float(samples)
         if claimed > expected.said:
             raise _FaultError("samples", f"it claims {claimed:g} samples, and said hello with {expected.said:g} rows")
         before = self.rows.get(expected.client, math.inf)
@@ -221,8 +213,8 @@ class Guard:
     def _bounded(self, expected: Expected, params: Params) -> float:
         """Return how far the answer moved, if that is not too far."""
         received = {name: value for name, value in expected.received.items() if not is_mask(name)}
-        change = _change({name: params[name] for name in received}, received)
-        bound = self.limits.max_norm * (1.0 + _norm(value.detach() for value in received.values()))
+        change = norm(params[name].to(torch.float64) - value.detach().cpu() for name, value in received.items())
+        bound = self.limits.max_norm * (1.0 + norm(value.detach() for value in received.values()))
         if not change <= bound:
             raise _FaultError("norm", f"it moved the weights by {change:.3g}; {bound:.3g} is allowed by what was sent")
         # Clients that did not move at all say nothing about how far is too far.

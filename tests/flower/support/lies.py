@@ -138,7 +138,6 @@ ANSWERS = [
 ]  # fmt: skip
 """Answers that must be refused, and name the client and why."""
 
-FRACTIONS = ("accuracy", "ece")
 FIGURES = [
     *(Fault("bad figures", f"{name} is {value}", claims("metrics", **{name: value}), **END)
       for name, value in product(("accuracy", "nll", "brier"), (INF, -INF, -1.0, HUGE, -HUGE, [], [NAN, 1.0], 1e9))),
