@@ -75,12 +75,9 @@ def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
 
 def _read(plan: Plan) -> Source:
     try:
-        fresh = plan.read(fail)
+        return plan.read(fail)
     except MemoryError:
         raise SourceError(f"{plan.place}: the dataset does not fit into memory; use a smaller size or part.") from None
-    if fresh is None:
-        raise SourceError(f"{plan.place}: the dataset could not be read.")
-    return fresh
 
 
 def _digest(plan: Plan) -> tuple[str, str] | None:

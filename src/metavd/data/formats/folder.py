@@ -63,15 +63,13 @@ def plan_folder(
     called = name or root.resolve().name
     files = tuple(row.path for row in rows)
 
-    def read(report: Report) -> Source | None:
+    def read(report: Report) -> Source:
         x = pictures(files, pair, channels, report)
         client = None if rows[0].client is None else [row.client or "" for row in rows]
         test = np.array([row.test for row in rows]) if split else None
         # In the order of the letters, so that a folder's classes keep the numbers that they always had.
         classes, y = np.unique([row.label for row in rows], return_inverse=True)
-        return None if x is None else source(
-            root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist()
-        )  # fmt: skip
+        return source(root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist())
 
     return Plan(called, root, files, read, {"size": pair, "channels": channels, "augment": augment})
 

@@ -19,10 +19,9 @@ from typing import Any
 
 from ..source import Source, SourceError
 from ..table import Cells, table
-from .files import GIB, FileError, Plan, plain, read_text
+from .files import FileError, Plan, plain, read_text
 from .registry import dataset
 
-MAX_FILE = 2 * GIB
 SUFFIXES = {".csv": ",", ".tsv": "\t"}
 _COLUMNS = {
     "label": "the column with the classes; label, target, class or y if not given",
@@ -89,7 +88,7 @@ def read_cells(path: Path) -> Cells:
 
 
 def _csv(path: Path, delimiter: str) -> Mapping[str, list[str]]:
-    text = read_text(path, MAX_FILE, "utf-8-sig")
+    text = read_text(path, "utf-8-sig")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     lines: list[list[str]] = []
     try:

@@ -18,7 +18,7 @@ from ..table import Cells, column_name, flags_of
 from ..text import LABEL, NEXT, TASKS, VOCABULARIES, labelled, speeches
 from .files import FileError, Plan, choice, plain, read_bytes
 from .registry import dataset
-from .table import MAX_FILE, SUFFIXES, need_file, read_anew, read_cells
+from .table import SUFFIXES, need_file, read_anew, read_cells
 
 JSON = (".jsonl", ".ndjson", ".json")
 _OPTIONS = {
@@ -105,7 +105,7 @@ def read_texts(path: Path) -> Cells:
 
 
 def _json_lines(path: Path) -> Cells:
-    data = read_bytes(path, MAX_FILE)
+    data = read_bytes(path)
     columns: dict[str, list[Any]] = {}
     count = 0
     for number, line in enumerate(data.splitlines(), start=1):
