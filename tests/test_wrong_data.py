@@ -76,7 +76,7 @@ WRONG = [
     (lambda: Path("f.csv").write_bytes(b"a,b\n\xff,2\n"), GOOD, "no UTF-8"),
     (lambda: Path("f.parquet").write_bytes(b"PAR1"), ["--data", "table:f.parquet"], "no readable Parquet file"),
     (lambda: None, ["--data", "table:f.csv"], "there is no such file"),
-    (lambda: Path("f.xls").write_bytes(b"x"), ["--data", "table:f.xls"], "must end in .csv, .tsv or .parquet"),
+    (lambda: Path("f.xls").write_bytes(b"x"), ["--data", "table:f.xls"], "must end in .csv, .tsv, .jsonl or .parquet"),
     (lambda: lines("f.jsonl", {"text": "a"}, {"text": "b"}), ["--data", "text:f.jsonl"], "no column is called label"),
     (lambda: lines("f.jsonl", {"label": 1}), ["--data", "text:f.jsonl"], "no column is called text"),
     (lambda: lines("f.jsonl", {"text": 3, "label": 1}), ["--data", "text:f.jsonl"], "row 0 of 'text' is int"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def _plan_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, i
         raise SourceError(f"{root}: there is {what} beside {_ATTR}, but CelebA needs all three.")
 
     def read(report: Report) -> Source:
-        reads = (lambda: _attribute(attr, attribute), lambda: _identity(identity[0]))
+        reads = (partial(_attribute, attr, attribute), partial(_identity, identity[0]))
         labels, people = each(report, lambda read: read(), reads)
         missing = next((name for name in labels if name not in people), None)
         refuse(missing, identity[0], f"there is no identity for {missing}, which {attr.name} lists.")

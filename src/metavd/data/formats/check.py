@@ -17,8 +17,8 @@ from .idx import read_idx
 from .images import SUFFIXES, open_picture
 from .leaf import read_shard
 from .registry import FORMATS, OWN, Info
+from .table import JSON, read_cells
 from .table import SUFFIXES as TABLES
-from .text import JSON, read_texts
 
 _COLUMNS = 20
 """Columns of a table that are described."""
@@ -116,7 +116,7 @@ def _finding(
         said.append(f"{len(counts)} classes of {least:,} to {most:,} rows")
     said.append("no clients of their own" if clients is None else f"{clients:,} clients")
     said.append(f"values {low:g} to {high:g}")
-    what = f" of {like or x.dtype} {' x '.join(map(str, x.shape[1:])) or 'numbers'}"
+    what = f" of {like or f'{x.dtype} ' + (' x '.join(map(str, x.shape[1:])) or 'numbers')}"
     return Finding(
         name, place, len(x), what, None if counts is None else len(counts), clients, low, high, (*said, *more)
     )
@@ -209,7 +209,7 @@ def _of_file(path: Path, report: Report) -> Iterator[tuple[str, Plan]]:
         labels = np.concatenate([np.empty(0, np.int64), *(user.y for user in users)])
         kinds = "/".join(sorted({user.kind for user in users}))
         report.findings.append(_finding("a LEAF shard", path, labels, labels, clients=len(users), like=kinds))
-    elif suffix in (*TABLES, ".parquet", *JSON):
+    elif suffix in TABLES:
         report.findings.append(_table(path))
     elif suffix in SUFFIXES:
         report.findings.append(_finding("a picture", path, np.asarray(open_picture(path))[None]))
@@ -224,7 +224,7 @@ def _of_file(path: Path, report: Report) -> Iterator[tuple[str, Plan]]:
 
 def _table(path: Path) -> Finding:
     """Describe a table by its columns, and say how a run takes it."""
-    cells = read_texts(path)
+    cells = read_cells(path)
     columns = described(cells)
     more = f" and {len(columns) - _COLUMNS} more" if len(columns) > _COLUMNS else ""
     text = path.suffix.lower() in JSON or "text" in cells

@@ -224,7 +224,8 @@ def tar_files(path: Path, wanted: Sequence[str], most: int) -> Iterator[tuple[st
                 tarfile.data_filter(member, str(path.parent))
                 base, told = PurePosixPath(member.name).name, repr(member.name[:80])
                 if base in wanted and not member.isdir():
-                    refuse(not member.isreg(), path, f"{told} is a link or a device, but must be a plain file.")
+                    plain_file = member.isreg() and not member.issparse()
+                    refuse(not plain_file, path, f"{told} is a link or a device, but must be a plain file.")
                     refuse(base in seen, path, f"{told} stands in the archive twice.")
                     refuse(member.size > most, path, f"{told} declares {member.size} bytes, but may have {most}.")
                     seen.add(base)

@@ -13,23 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..source import Source, SourceError
+from . import files as shared
 from . import npz
-from .files import (
-    Plan,
-    Report,
-    Stream,
-    check_labels,
-    choice,
-    each,
-    find,
-    join,
-    need_folder,
-    open_zip,
-    read_bytes,
-    refuse,
-    source,
-    zip_member,
-)
+from .files import Plan, Report, choice, each, find, need_folder, refuse, source
 from .registry import PHOTOS, WRITERS, dataset
 
 TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -38,7 +24,7 @@ SPLITS = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits":
 LISTS = ("auto", "yes", "no")
 _NPZ = "mnist_by_writer.npz"
 _NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-_DIGITS = {"num_classes": 10, "mean": [0.1307], "std": [0.3081]}
+_DIGITS: dict[str, Any] = {"num_classes": 10, "mean": [0.1307], "std": [0.3081]}
 
 
 @dataset(
@@ -107,7 +93,8 @@ def plan_emnist(root: Path | str, *, split: str = "byclass", upright: bool = Tru
 
 
 def _missing(root: Path | str, name: str, what: str, folder: str) -> SourceError:
-    return SourceError(f"{root}: there is no {what} in this folder or in {folder}; `metavd data fetch {name}` gets it.")
+    where = f"in this folder or in {folder}; `metavd data fetch {name}` gets them."
+    return SourceError(f"{root}: there is no {what} {where}")
 
 
 def _from_npz(path: Path, found: npz.Content, writers: str) -> Source:
@@ -132,14 +119,16 @@ def _plan(
         found = each(report, lambda path: read_idx(path, axes[path], archive), files)
         for images, labels, x, y in zip(files[:4:2], files[1:4:2], found[:4:2], found[1:4:2], strict=True):
             refuse(len(x) != len(y), labels, f"it has {len(y)} labels, but {images.name} has {len(x)} images.")
-            check_labels(labels, y, range(first, first + look["num_classes"]), 8, 1)  # bytes of the unpacked file
+            shared.check_labels(
+                labels, y, range(first, first + look["num_classes"]), 8, 1
+            )  # bytes of the unpacked file
         x, y, test_x, test_y, *tables = found
         sides = [" x ".join(map(str, part.shape[1:])) for part in (test_x, x)]
         refuse(sides[0] != sides[1], files[2], f"images are {sides[0]}, but the train images are {sides[1]}.")
         # QMNIST's test file lists 60,000 digits, of which MNIST's are the first.
         who = [_writers(files[4 + half], table, (y, test_y)[half], more=half == 1) for half, table in enumerate(tables)]
         found.clear()
-        pictures = join([x, test_x])
+        pictures = shared.join([x, test_x])
         return source(
             place, name, np.ascontiguousarray(pictures.transpose(0, 2, 1)) if upright else pictures,
             np.concatenate([y, test_y]).astype(np.int64) - first, client=np.concatenate(who) if who else None,
@@ -174,12 +163,12 @@ def read_idx(path: Path, axes: int | None = None, archive: Path | None = None) -
         archive: a zip archive that holds it.
     """
     if archive is None:
-        data = read_bytes(path)
+        data = shared.read_bytes(path)
     else:
-        with open_zip(archive) as members:
+        with shared.open_zip(archive) as members:
             info = members.getinfo(path.relative_to(archive).as_posix())
-            with zip_member(archive, members, info) as raw:  # which is gzipped itself
-                data = Stream(path, raw, info.file_size).rest()
+            with shared.zip_member(archive, members, info) as raw:  # which is gzipped itself
+                data = shared.Stream(path, raw, info.file_size).rest()
     count = data[3] if len(data) > 3 and data[:2] == b"\0\0" and data[2] in TYPES else 0
     refuse(not 1 <= count <= 4, path, f"this is no idx file: it begins with {data[:4].hex(' ') or 'nothing'}.", 0)
     kind, start = np.dtype(TYPES[data[2]]), 4 + 4 * count

@@ -182,10 +182,12 @@ def read_shard(path: Path) -> list[User]:
             raise FileError(path, f"this is no JSON, or it is cut off: {plain(error.msg).lower()}.", offset) from None
     del text
     keys = ("users", "num_samples", "user_data")
+    names: Any
+    counts: Any
     names, counts, rows = (content.get(key) for key in keys) if isinstance(content, dict) else (None,) * 3
-    right = isinstance(names, list) and isinstance(counts, list) and isinstance(rows, dict)
-    right = right and len(names) == len(counts) and all(isinstance(name, str) for name in names)
-    refuse(not right, path, "this is no LEAF shard: it must have users and num_samples, alike long, and user_data.")
+    lists = isinstance(names, list) and isinstance(counts, list) and all(isinstance(name, str) for name in names)
+    if not lists or len(names) != len(counts) or not isinstance(rows, dict):
+        raise FileError(path, "this is no LEAF shard: it must have users and num_samples, alike long, and user_data.")
     listed = set(names)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     refuse(twice is not None, path, f"user {twice!r} stands in the list of users twice.")
@@ -244,7 +246,7 @@ def _pixels(x: list[Any], labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, s
     if values.dtype.kind not in "iuf" or values.ndim < 2 or 0 in values.shape:
         raise ValueError("every row of x must be a list of numbers or the name of a file.")
     values = values.reshape(len(x), -1)
-    unit = bool(values.max() <= 1)
+    unit = not bool((values > 1).any())  # not of max(), which is NaN where one is
     bad = ~((values >= 0) & (values <= 255) & (unit | (values == np.floor(values))))
     if bad.any():
         row, column = (int(i) for i in np.argwhere(bad)[0])
