@@ -74,7 +74,7 @@ WRONG = [
     (lambda: Path("f.csv").write_text("a,b\n1,2\n1,2,3\n"), GOOD, "line 3 has 3 cells, but the first line names 2"),
     (lambda: Path("f.csv").write_text("a,a\n1,2\n"), GOOD, "each with a name of its own"),
     (lambda: Path("f.csv").write_bytes(b"a,b\n\xff,2\n"), GOOD, "no UTF-8"),
-    (lambda: Path("f.parquet").write_bytes(b"PAR1"), ["--data", "table:f.parquet"], "no readable Parquet file"),
+    (lambda: Path("f.parquet").write_bytes(b"PAR1"), ["--data", "table:f.parquet"], "f.parquet: it cannot be read"),
     (lambda: None, ["--data", "table:f.csv"], "there is no such file"),
     (lambda: Path("f.xls").write_bytes(b"x"), ["--data", "table:f.xls"], "must end in .csv, .tsv, .jsonl or .parquet"),
     (lambda: lines("f.jsonl", {"text": "a"}, {"text": "b"}), ["--data", "text:f.jsonl"], "no column is called label"),

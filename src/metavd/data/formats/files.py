@@ -207,8 +207,11 @@ def read_bytes(path: Path) -> bytes:
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """Return a whole file of text."""
-    with reading(path):
-        return read_bytes(path).decode(encoding)
+    data = read_bytes(path)
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
 
 
 def tar_files(path: Path, wanted: Sequence[str], most: int) -> Iterator[tuple[str, bytes]]:

@@ -95,8 +95,9 @@ def _csv(path: Path, delimiter: str) -> Cells:
     try:
         for line in filter(None, reader):
             lines.append(line)
-            what = f"line {reader.line_num} has {len(line)} cells, but the first line names {len(lines[0])} columns."
-            refuse(len(line) != len(lines[0]), path, what)
+            if len(line) != len(lines[0]):
+                what = f"line {reader.line_num} has {len(line)} cells, but the first line names {len(lines[0])}"
+                raise FileError(path, f"{what} columns.")
     except csv.Error as error:
         raise FileError(path, f"line {reader.line_num} is no CSV ({plain(error)}).") from None
     refuse(not lines, path, "the file is empty; it must have a line of names and one for each row.")
