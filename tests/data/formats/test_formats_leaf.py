@@ -66,6 +66,7 @@ def test_all_data_comes_before_leafs_split(tmp_path):
         ({"x": [[0.5] * 783 + [1.5]], "y": [0]}, r"user 'a': pixel 0 of row 0 is 0.5, but pixels must be 0 to 1, or"),
         ({"x": [[0.5] * 783 + [-1]], "y": [0]}, r"user 'a': pixel 783 of row 0 is -1"),
         ({"x": [[3] * 783 + [256]], "y": [0]}, r"pixel 783 of row 0 is 256"),
+        ({"x": [[0.5] * 783 + [float("nan")]], "y": [0]}, r"pixel 783 of row 0 is nan"),
         ({"x": [[0.5] * 783], "y": [0]}, r"a row of user 'a' holds 783 numbers"),
         ({"x": [[0.5] * 784, [0.5] * 783], "y": [0, 1]}, r"user 'a': its rows differ in length"),
         ({"x": [[0.5] * 784], "y": [62]}, r"row 0 has label 62, but labels must run from 0 to 61"),

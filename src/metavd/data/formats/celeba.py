@@ -68,12 +68,9 @@ def plan_celeba(
     if layout in ("auto", "npz") and path.is_file():
         refuse(others, path, only)
         return npz.plan_of(path, "celeba", lambda found: _from_npz(path, found, pair), size=pair)
-    what = {"leaf": "LEAF's celeba/all_data/*.json", "original": _ATTR, "npz": _NPZ}.get(
-        layout, f"{_ATTR} with {_PICTURES}/, LEAF's celeba/all_data/*.json or {_NPZ}"
-    )
-    raise SourceError(
-        f"{root}: there is no {what} in this folder; see https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html."
-    )
+    names = {"leaf": "LEAF's celeba/all_data/*.json", "original": f"{_ATTR} with {_PICTURES}/", "npz": _NPZ}
+    what = f"there is no {names.get(layout, ', '.join(names.values()))} in this folder"
+    raise SourceError(f"{root}: {what}; see https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html.")
 
 
 def _pictures(root: Path) -> Path | None:

@@ -61,6 +61,9 @@ _MOMENTS = {
 _SUBSET = "accept another number of records than the official one"
 
 
+_WHAT = "60,000 photographs, 32 x 32 pixels, {} classes; binary or python version, folder or archive"
+
+
 class Batch(NamedTuple):
     """One file's rows."""
 
@@ -68,12 +71,7 @@ class Batch(NamedTuple):
     y: np.ndarray
 
 
-@dataset(
-    "cifar10",
-    "60,000 photographs, 32 x 32 pixels, 10 classes; binary or python version, folder or archive",
-    options={"subset": _SUBSET},
-    defaults=PHOTOS,
-)
+@dataset("cifar10", _WHAT.format(10), options={"subset": _SUBSET}, defaults=PHOTOS)
 def plan_cifar10(root: Path | str, *, subset: bool = False) -> Plan:
     """Find CIFAR-10's files."""
     return _plan("cifar10", need_folder(root), 0, subset=subset)
@@ -81,7 +79,7 @@ def plan_cifar10(root: Path | str, *, subset: bool = False) -> Plan:
 
 @dataset(
     "cifar100",
-    "60,000 photographs, 32 x 32 pixels, 100 classes; binary or python version, folder or archive",
+    _WHAT.format(100),
     options={"labels": "fine (100 classes) or coarse (20)", "subset": _SUBSET},
     defaults=PHOTOS,
 )
