@@ -69,7 +69,7 @@ def plan_celeba(
         refuse(others, path, only)
         return npz.plan_of(path, "celeba", lambda found: _from_npz(path, found, pair), size=pair)
     names = {"leaf": "LEAF's celeba/all_data/*.json", "original": f"{_ATTR} with {_PICTURES}/", "npz": _NPZ}
-    what = f"there is no {names.get(layout, ', '.join(names.values()))} in this folder"
+    what = f"there is no {names.get(layout, ' or '.join(names.values()))} in this folder"
     raise SourceError(f"{root}: {what}; see https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html.")
 
 

@@ -79,12 +79,9 @@ def check(path: Path | str) -> Report:
     report = Report(path)
     try:
         need_folder(path)
-        if path.is_dir():
-            plans = _plans(path, report)
-            if not plans and not report.problems:
-                plans.append(("folder", FORMATS["folder"].plan(path)))
-        else:
-            plans = list(_of_file(path, report))
+        plans = _plans(path, report) if path.is_dir() or path.name.endswith(_ARCHIVES) else []
+        if not plans and not report.problems:
+            plans = [("folder", FORMATS["folder"].plan(path))] if path.is_dir() else list(_of_file(path, report))
     except SourceError as error:
         report.problems.append(error)
         return report
@@ -154,7 +151,7 @@ def _notes(plan: Plan, data: Source) -> Iterator[str]:
         yield f"{', '.join(other[:8])} in it is not read."
 
 
-# What a folder holds
+# What a folder or an archive holds
 
 
 def _plans(root: Path, report: Report) -> list[tuple[str, Plan]]:
@@ -198,8 +195,8 @@ def _of_file(path: Path, report: Report) -> Iterator[tuple[str, Plan]]:
     version = next((version for version in cifar.VERSIONS if path.name in version.files), None)
     suffix = path.suffix.lower()
     if path.name.endswith(_ARCHIVES):
-        yield _of_archive(path)
-    elif suffix == ".npz":
+        raise FileError(path, "this archive's name is none of a known dataset's.")
+    if suffix == ".npz":
         yield "npz", FORMATS["npz"].plan(path)
     elif version is not None and (not version.pickled or path.parent.name == version.folder):
         batch = cifar.parse(path, read_bytes(path), version)
@@ -231,15 +228,3 @@ def _table(path: Path) -> Finding:
     how = f"--data text:{path}" if text else f"--data table:{path} --set label=COLUMN client=COLUMN"
     said = (f"columns {', '.join(columns[:_COLUMNS])}{more}", f"for a run, {how}")
     return Finding("a table", path, len(next(iter(cells.values()))), "", more=said)
-
-
-def _of_archive(path: Path) -> tuple[str, Plan]:
-    for name in FORMATS:
-        if name.startswith(("cifar", "emnist")):
-            try:
-                plan = _plan(FORMATS[name], path)
-            except FileError:
-                continue  # an archive of another name
-            if plan is not None:
-                return name, plan
-    raise FileError(path, "this archive's name is none of a known dataset's.")

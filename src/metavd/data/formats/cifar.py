@@ -124,7 +124,7 @@ def _find(name: str, root: Path) -> tuple[Version, Path, tuple[Path, ...]]:
         for version in versions:
             if root.name in (version.archive, f"{version.archive}.gz"):
                 return version, root, ()
-        raise FileError(root, f"this is none of {', '.join(f'{version.archive}.gz' for version in versions)}.")
+        raise SourceError(f"{root}: this is none of {', '.join(f'{version.archive}.gz' for version in versions)}.")
     for version in versions:  # the folder itself may have another name, but then all must be in it
         if all((root / file).is_file() for file in version.files):
             return version, root, tuple(root / file for file in version.files)

@@ -62,7 +62,8 @@ def reading(path: Path) -> Iterator[None]:
         raise FileError(path, "there is no such file or folder.") from None
     except Exception as error:  # decoders raise nearly every kind there is
         reason = plain(getattr(error, "strerror", None) or error)
-        raise FileError(path, f"it cannot be read ({reason}); check it, or copy or fetch it again.") from None
+        remedy = "do not trust it" if isinstance(error, tarfile.FilterError) else "check it, or copy or fetch it again"
+        raise FileError(path, f"it cannot be read ({reason}); {remedy}.") from None
 
 
 Report = Callable[[SourceError], None]
