@@ -196,7 +196,7 @@ class Stream:
 def open_stream(path: Path) -> Iterator[Stream]:
     """Open a file that may be gzipped."""
     size = size_of(path)
-    with reading(path), path.open("rb") as raw:
+    with reading(path), path.open("rb", buffering=0) as raw:  # a buffer would be copied with the rest of the file
         yield Stream(path, raw, size)
 
 
