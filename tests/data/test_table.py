@@ -128,8 +128,8 @@ class Frame:
         return np.array(self._content[name], object)
 
 
-def test_a_frame_a_csv_and_a_parquet_file_are_the_same_rows(tmp_path: Path) -> None:
-    """Parity: three ways to hold a table."""
+def test_a_frame_a_csv_json_lines_and_a_parquet_file_are_the_same_rows(tmp_path: Path) -> None:
+    """Parity: four ways to hold a table."""
     from metavd.data.formats import load
 
     content = ward(60)
@@ -139,6 +139,9 @@ def test_a_frame_a_csv_and_a_parquet_file_are_the_same_rows(tmp_path: Path) -> N
     frame = table(Frame(content), "sick", "ward", name="ward")
     csv = load("table", tmp_path / "ward.csv", label="sick", client="ward")
     assert frame.fingerprint == csv.fingerprint
+    objects = (json.dumps(dict(zip(content, row, strict=True))) for row in zip(*content.values(), strict=True))
+    (tmp_path / "ward.jsonl").write_text("\n".join(objects))
+    assert load("table", tmp_path / "ward.jsonl", label="sick", client="ward").fingerprint == frame.fingerprint
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

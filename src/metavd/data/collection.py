@@ -110,10 +110,10 @@ def load(text: str, root: Path | str = "data", note: Note = log, *, image_size: 
 def _shrunk(plan: formats.Plan, side: int) -> formats.Plan:
     """Return the plan of a dataset whose pictures are brought down to so many pixels a side before they are kept."""
 
-    def read(report: Report) -> Source | None:
+    def read(report: Report) -> Source:
         found = plan.read(report)
-        small = found is None or found.x.ndim != 4 or max(found.x.shape[2:]) <= max(side, _SMALL)
-        return found if small or found is None else reshape(found, side)
+        small = found.x.ndim != 4 or max(found.x.shape[2:]) <= max(side, _SMALL)
+        return found if small else reshape(found, side)
 
     return replace(plan, read=read, options={**plan.options, "image_size": side})
 

@@ -31,6 +31,12 @@ class SourceError(UserError):
     """What is wrong with a dataset, in one sentence that says what would be right."""
 
 
+def refuse(wrong: object, name: str, what: str) -> None:
+    """Raise `SourceError` if something is wrong with a dataset of that name."""
+    if wrong:
+        raise SourceError(f"{name}: {what}")
+
+
 class Prepare(Protocol):
     """How the rows of a source become what a network takes."""
 
@@ -148,8 +154,7 @@ def arrays(
     x, ids = _rows_of(x, kind, tokens, name)
     y, classes = _by_name(y, classes)
     client, client_names = (None, ()) if client is None else _by_name(client, client_names)
-    if len(classes) == 1:
-        raise SourceError(f"{name}: every row has label {classes[0]!r}, but there must be at least 2 classes.")
+    refuse(len(classes) == 1, name, f"every row has label {str(*classes[:1])!r}, but there must be at least 2 classes.")
     if classes and num_classes is None:
         num_classes = len(classes)
     y = _labels(y, len(x), num_classes, name)
@@ -171,11 +176,10 @@ KINDS = ("auto", "tokens", "numbers")
 def _rows_of(value: ArrayLike, kind: str, tokens: int | None, name: str) -> tuple[np.ndarray, bool]:
     """Return images, features or token ids, and whether they are ids."""
     x = _array(value, "x", name)
-    if kind not in KINDS:
-        raise SourceError(f"{name}: kind is {kind!r}, but it must be {' or '.join(KINDS)}.")
+    refuse(kind not in KINDS, name, f"kind is {kind!r}, but it must be {' or '.join(KINDS)}.")
     whole = x.ndim == 2 and x.dtype.kind in "iu"
-    if kind == "tokens" and not whole:
-        raise SourceError(f"{name}: x has type {x.dtype} and shape {x.shape}, but tokens are (rows, length) integers.")
+    what = f"x has type {x.dtype} and shape {x.shape}, but tokens are (rows, length) integers."
+    refuse(kind == "tokens" and not whole, name, what)
     if whole and kind != "numbers":
         return _token_ids(x, tokens, name), True
     return _images_or_features(x.astype(np.float32) if whole else x, name), False
@@ -189,8 +193,7 @@ def _look(
     mean, std, scale = given
     if scale is None:
         scale = 1 / 255 if x.dtype == np.uint8 else 1.0
-    if not (np.isfinite(scale) and scale > 0):
-        raise SourceError(f"{name}: scale is {scale}, but it must be a positive number.")
+    refuse(not (np.isfinite(scale) and scale > 0), name, f"scale is {scale}, but it must be a positive number.")
     if mean is None or std is None:
         measured = moments(x if test is None else x[~test])
         mean = [value * scale for value in measured[0]] if mean is None else mean
@@ -201,12 +204,10 @@ def _look(
 
 def _token_ids(x: np.ndarray, tokens: int | None, name: str) -> np.ndarray:
     """Return ids in a type that torch knows."""
-    if 0 in x.shape:
-        raise SourceError(f"{name}: x has shape {x.shape}, but no axis may be empty.")
+    refuse(0 in x.shape, name, f"x has shape {x.shape}, but no axis may be empty.")
     high = (1 << 31) - 1 if tokens is None else tokens - 1
     bad = ((x < 0) | (x > high)).any(1)
-    if bad.any():
-        raise SourceError(f"{name}: row {bad.argmax()} of x holds a token id that is none of 0 to {high}.")
+    refuse(bad.any(), name, f"row {bad.argmax()} of x holds a token id that is none of 0 to {high}.")
     return x if x.dtype == np.uint8 else x.astype(np.int32)
 
 
@@ -239,12 +240,9 @@ def _by_name(values: ArrayLike, names: Sequence[str]) -> tuple[ArrayLike, tuple[
 
 
 def _check_names(names: Sequence[str], least: int, what: str, name: str) -> None:
-    if not names:
-        return
-    if len(set(names)) != len(names) or any(not isinstance(each, str) or not each.strip() for each in names):
-        raise SourceError(f"{name}: {what} must be different texts, none of them empty.")
-    if len(names) < least:
-        raise SourceError(f"{name}: {what} has {len(names)} names, but {least} are needed.")
+    odd = len(set(names)) != len(names) or any(not isinstance(each, str) or not each.strip() for each in names)
+    refuse(odd, name, f"{what} must be different texts, none of them empty.")
+    refuse(0 < len(names) < least, name, f"{what} has {len(names)} names, but {least} are needed.")
 
 
 DIGITS_MEAN = 0.305260
@@ -326,39 +324,28 @@ def _array(value: ArrayLike, what: str, name: str) -> np.ndarray:
 
 def _images_or_features(value: ArrayLike, name: str) -> np.ndarray:
     x = _array(value, "x", name)
-    if x.dtype != np.uint8 and not np.issubdtype(x.dtype, np.floating):
-        raise SourceError(f"{name}: x has type {x.dtype}, but it must be uint8 or a float type.")
-    if x.ndim not in (2, 3, 4):
-        raise SourceError(
-            f"{name}: x has shape {x.shape}, but it must be (rows, features), (rows, height, width) "
-            "or (rows, channels, height, width)."
-        )
-    if 0 in x.shape:
-        raise SourceError(f"{name}: x has shape {x.shape}, but no axis may be empty.")
+    odd = x.dtype != np.uint8 and not np.issubdtype(x.dtype, np.floating)
+    refuse(odd, name, f"x has type {x.dtype}, but it must be uint8 or a float type.")
+    right = "(rows, features), (rows, height, width) or (rows, channels, height, width)"
+    refuse(x.ndim not in (2, 3, 4), name, f"x has shape {x.shape}, but it must be {right}.")
+    refuse(0 in x.shape, name, f"x has shape {x.shape}, but no axis may be empty.")
     if x.ndim == 3:
         x = x[:, None]
-    if x.ndim == 4 and x.shape[1] not in (1, 3, 4) and x.shape[3] in (1, 3, 4):
-        raise SourceError(
-            f"{name}: x has shape {x.shape}, which looks like channels last; use x.transpose(0, 3, 1, 2)."
-        )
+    last = x.ndim == 4 and x.shape[1] not in (1, 3, 4) and x.shape[3] in (1, 3, 4)
+    refuse(last, name, f"x has shape {x.shape}, which looks like channels last; use x.transpose(0, 3, 1, 2).")
     if x.dtype != np.uint8:
         with np.errstate(over="ignore"):  # a float64 too large for float32 is reported below, with its row
             x = x.astype(np.float32, copy=False)
         bad = ~np.isfinite(x).reshape(len(x), -1).all(1)
-        if bad.any():
-            raise SourceError(
-                f"{name}: row {bad.argmax()} of x holds a value that is not a finite float32 number; "
-                "drop such rows or fill them in."
-            )
+        what = f"row {bad.argmax()} of x holds a value that is not a finite float32 number"
+        refuse(bad.any(), name, f"{what}; drop such rows or fill them in.")
     return x
 
 
 def _rows(value: ArrayLike, length: int, what: str, name: str) -> np.ndarray:
     array = _array(value, what, name)
-    if array.shape != (length,):
-        raise SourceError(
-            f"{name}: {what} has shape {array.shape}, but x has {length} rows, so it must be ({length},)."
-        )
+    right = f"x has {length} rows, so it must be ({length},)"
+    refuse(array.shape != (length,), name, f"{what} has shape {array.shape}, but {right}.")
     return array
 
 
@@ -373,41 +360,34 @@ def _integers(value: ArrayLike, length: int, what: str, name: str) -> np.ndarray
 def _labels(value: ArrayLike, length: int, num_classes: int | None, name: str) -> np.ndarray:
     y = _integers(value, length, "y", name)
     remedy = "np.unique(y, return_inverse=True)[1] gives labels without gaps from 0"
-    if num_classes is not None and num_classes < 2:
-        raise SourceError(f"{name}: num_classes is {num_classes}, but it must be at least 2.")
+    few = num_classes is not None and num_classes < 2
+    refuse(few, name, f"num_classes is {num_classes}, but it must be at least 2.")
     bad = y < 0 if num_classes is None else (y < 0) | (y >= num_classes)
-    if bad.any():
-        row = int(bad.argmax())
-        end = "" if num_classes is None else f" to {num_classes - 1}"
-        raise SourceError(f"{name}: row {row} has label {y[row]}, but labels must run from 0{end}; {remedy}.")
+    row, end = int(bad.argmax()), "" if num_classes is None else f" to {num_classes - 1}"
+    refuse(bad.any(), name, f"row {row} has label {y[row]}, but labels must run from 0{end}; {remedy}.")
     present = np.unique(y)
-    if len(present) < 2:
-        raise SourceError(f"{name}: every row has label {present[0]}, but there must be at least 2 classes.")
+    refuse(len(present) < 2, name, f"every row has label {present[0]}, but there must be at least 2 classes.")
     if num_classes is None and len(present) != int(present[-1]) + 1:
         gap = int((present != np.arange(len(present))).argmax())
         row = int((y > gap).argmax())
-        raise SourceError(
-            f"{name}: row {row} has label {y[row]}, but no row has label {gap}; "
-            f"{remedy}, or pass num_classes if that class is only empty."
-        )
+        what = f"row {row} has label {y[row]}, but no row has label {gap}"
+        raise SourceError(f"{name}: {what}; {remedy}, or pass num_classes if that class is only empty.")
     return y.astype(np.int64, copy=False)
 
 
 def _clients(value: ArrayLike, length: int, name: str) -> np.ndarray:
     client = _integers(value, length, "client", name)
     bad = (client < 0) | (client > np.iinfo(np.int64).max)
-    if bad.any():
-        row = int(bad.argmax())
-        raise SourceError(f"{name}: row {row} has client {client[row]}, but client ids must be 0 to 2^63 - 1.")
+    row = int(bad.argmax())
+    refuse(bad.any(), name, f"row {row} has client {client[row]}, but client ids must be 0 to 2^63 - 1.")
     return client.astype(np.int64, copy=False)
 
 
 def _flags(value: ArrayLike, length: int, name: str) -> np.ndarray:
     test = _rows(value, length, "test", name)
-    if test.dtype != np.bool_:
-        raise SourceError(f"{name}: test has type {test.dtype}, but it must be bool, such as test.astype(bool).")
-    if test.all():
-        raise SourceError(f"{name}: every row is a test row, but some must be left to train on.")
+    what = f"test has type {test.dtype}, but it must be bool, such as test.astype(bool)."
+    refuse(test.dtype != np.bool_, name, what)
+    refuse(test.all(), name, "every row is a test row, but some must be left to train on.")
     return test
 
 
@@ -416,9 +396,8 @@ def moments(x: np.ndarray) -> tuple[list[float], list[float]]:
 
     Channel by channel, and a channel of bytes through its histogram: a float64 copy of a dataset may not fit.
     """
-    channels = [x[:, channel] for channel in range(x.shape[1])]
     means, stds = [], []
-    for values in channels:
+    for values in (x[:, channel] for channel in range(x.shape[1])):
         if values.dtype == np.uint8:
             count = np.bincount(values.ravel(), minlength=256)
             level = np.arange(256, dtype=np.float64)
@@ -466,10 +445,10 @@ class Columns:
 
 def _per_channel(values: Sequence[float], channels: int, what: str, name: str) -> tuple[float, ...]:
     result = tuple(float(value) for value in values)
-    if len(result) not in (1, channels):
-        raise SourceError(f"{name}: {what} has {len(result)} numbers, but it must have 1 or {channels}.")
-    wrong = [value for value in result if not np.isfinite(value) or (what == "std" and value <= 0)]
-    if wrong:
-        right = "positive" if what == "std" else "finite"
-        raise SourceError(f"{name}: {what} holds {wrong[0]}, but it must be {right}.")
+    many = len(result) not in (1, channels)
+    refuse(many, name, f"{what} has {len(result)} numbers, but it must have 1 or {channels}.")
+    right = "positive" if what == "std" else "finite"
+    for value in result:
+        wrong = not np.isfinite(value) or (what == "std" and value <= 0)
+        refuse(wrong, name, f"{what} holds {value}, but it must be {right}.")
     return result

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .source import Source, SourceError, named
+from .source import Source, SourceError, named, refuse
 
 LEAST = 5
 """Training rows that a category needs for an input of its own."""
@@ -84,10 +84,8 @@ class Table:
         found = [_learn(column, source.x[rows, place]) for place, column in enumerate(self.stored)]
         columns = tuple(column for column in found if column is not None)
         left_out = tuple(each.name for each, column in zip(self.stored, found, strict=True) if column is None)
-        if not columns:
-            raise SourceError(
-                f"{source.name}: every column is alike in all training rows, so there is nothing to learn from."
-            )
+        what = "every column is alike in all training rows, so there is nothing to learn from."
+        refuse(not columns, source.name, what)
         places = {column.name: place for place, column in enumerate(self.stored)}
         parts = [
             _inputs(column, _unpacked(self.stored[places[column.name]], source.x[:, places[column.name]]))
@@ -165,16 +163,14 @@ def table(
     """
     cells = cells_of(content)
     rows = len(next(iter(cells.values()), ()))
-    if not cells or not rows:
-        raise SourceError(f"{name}: the table has no rows.")
+    refuse(not rows, name, "the table has no rows.")
     label = column_name(cells, label, ("label", "target", "class", "y"), "label", name, needed=True)
     client = column_name(cells, client, ("client",), "client", name)
     test = column_name(cells, test, ("test", "split"), "test", name)
     for column in (*drop, *categories):
         column_name(cells, column, (), "drop or categories", name)
     used = [column for column in cells if column not in {label, client, test, *drop}]
-    if not used:
-        raise SourceError(f"{name}: beside label and client there is no column to learn from.")
+    refuse(not used, name, "beside label and client there is no column to learn from.")
     classes, y = classes_of(cells[str(label)], str(label), name)
     who = None if client is None else _names(cells[client], client, name)
     stored, x = [], np.empty((rows, len(used)), np.float64)
@@ -224,13 +220,9 @@ def classes_of(values: Sequence[Any], column: str, name: str) -> tuple[tuple[str
     """Return the classes' names and each row's class; every row must have one, and there must be few."""
     words = _names(values, column, name)
     known, y = named(words)
-    if len(known) < 2:
-        raise SourceError(f"{name}: every row has label {known[0]!r}, but there must be at least 2 classes.")
-    if len(known) > max(2, len(words) // 2):
-        raise SourceError(
-            f"{name}: the column {column!r} has {len(known)} different values in {len(words)} rows, which are no "
-            "classes; name another with label=COLUMN."
-        )
+    refuse(len(known) < 2, name, f"every row has label {known[0]!r}, but there must be at least 2 classes.")
+    what = f"the column {column!r} has {len(known)} different values in {len(words)} rows, which are no classes"
+    refuse(len(known) > max(2, len(words) // 2), name, f"{what}; name another with label=COLUMN.")
     return known, y
 
 
@@ -243,17 +235,14 @@ def flags_of(values: Sequence[Any], column: str, name: str) -> np.ndarray:
         if word not in words:
             raise SourceError(f"{name}: row {row} of {column!r} is {word!r}, but it must be train or test, or 0 or 1.")
         flags.append(words[word])
-    if all(flags):
-        raise SourceError(f"{name}: every row is a test row, but some must be left to train on.")
+    refuse(all(flags), name, "every row is a test row, but some must be left to train on.")
     return np.array(flags)
 
 
 def _names(values: Sequence[Any], column: str, name: str) -> list[str]:
     words = [words_of(value) for value in values]
-    if "" in words:
-        raise SourceError(
-            f"{name}: row {words.index('')} has no value in the column {column!r}, but every row needs one."
-        )
+    row = words.index("") if "" in words else None
+    refuse(row is not None, name, f"row {row} has no value in the column {column!r}, but every row needs one.")
     return words
 
 

@@ -25,7 +25,7 @@ from ..data.formats.files import FileError, listing, need_folder
 from ..data.formats.folder import scan
 from ..data.formats.images import SUFFIXES, Stack, check_size
 from ..data.formats.table import need_file, read_cells
-from ..data.formats.text import columns_of, read_texts
+from ..data.formats.text import columns_of
 from ..data.partition import some
 from ..data.source import Columns, Domain, Source, SourceError
 from ..data.table import flags_of, words_of
@@ -190,7 +190,7 @@ def _prepared(part: collection.Part, like: collection.Part | None, takes: Source
         raise UserError(f"{part.path} is given as a {part.name}, but the model was trained on rows of another kind")
     options = (like.options if like is not None and like.name == part.name else {}) | part.options
     path = need_file(part.path)
-    cells = read_cells(path) if part.name == "table" else read_texts(path)
+    cells = read_cells(path)
 
     def column(what: str, *usual: str) -> Any:
         return next((cells[name] for name in (str(options.get(what)), *usual) if name in cells), None)

@@ -166,6 +166,13 @@ def test_suggested_settings_fit_the_data():
     assert suggest(arrays(x[:4], y[:4]))["clients"] == 2
 
 
+def test_check_takes_train_and_test_folders_of_pictures_for_what_they_are(make, rng, tmp_path):
+    """CIFAR-100's python version has files that are called train and test, not folders."""
+    report = check(make.folder(tmp_path, rng, split=True).root)
+    assert [finding.name for finding in report.findings] == ["folder"]
+    assert report.ok, str(report)
+
+
 def test_check_of_a_table_describes_its_columns(tmp_path):
     """Numbers by their range, texts by how many there are, what is missing, and how a run takes the file."""
     (tmp_path / "ward.csv").write_text("age,sex,sick\n20,m,yes\n,f,no\n89.5,f,yes\n")

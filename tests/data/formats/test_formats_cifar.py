@@ -120,10 +120,10 @@ def test_archive_faults(make, rng, tmp_path):
     spoilt = bytearray(whole)
     spoilt[len(whole) // 2] ^= 4
     made.files[0].write_bytes(spoilt)
-    with pytest.raises(FileError, match=r"tar.gz.*(damaged|checksum|header|label|cut off)"):
+    with pytest.raises(FileError, match=r"tar.gz.*(cannot be read|label)"):
         load("cifar10", tmp_path, subset=True)
     made.files[0].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(FileError, match="cut off"):
+    with pytest.raises(FileError, match="file ended before the end"):
         load("cifar10", tmp_path, subset=True)
     with tarfile.open(made.files[0], "w:gz") as archive:
         make.add_member(archive, "cifar-10-batches-bin/readme.html", b"hello")
@@ -144,12 +144,12 @@ def _member(name, data=b"evil", kind=tarfile.REGTYPE, link="", count=1):
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (_member("../../evil"), r"a member points outside the archive \('../../evil' would be extracted"),
-        (_member("x/../../evil"), "a member points outside the archive"),
-        (_member("x", kind=tarfile.SYMTYPE, link="/etc/passwd"), "a member points outside the archive"),
-        (_member("x", kind=tarfile.CHRTYPE), "a member points outside the archive"),
+        (_member("../../evil"), r"cannot be read \('../../evil' would be extracted"),
+        (_member("x/../../evil"), r"outside the destination.*; do not trust it"),
+        (_member("x", kind=tarfile.SYMTYPE, link="/etc/passwd"), "is a link to an absolute path"),
+        (_member("x", kind=tarfile.CHRTYPE), "is a special file"),
         (_member("y/test_batch.bin"), "'y/test_batch.bin' stands in the archive twice"),
-        (_member("y/test_batch.bin", kind=tarfile.SYMTYPE, link="x"), "is a link or a device, but it must be a plain"),
+        (_member("y/test_batch.bin", kind=tarfile.SYMTYPE, link="x"), "is a link or a device, but must be a plain"),
         (_member("x{}", b"", count=1000), "more than 1000 members"),
     ],
 )
@@ -172,7 +172,7 @@ def test_checksum_at_the_very_end(make, rng, tmp_path):
     path.write_bytes(whole)
     assert len(load("cifar10", path, subset=True).y) == 36
     path.write_bytes(whole[:-8] + bytes(4) + whole[-4:])
-    with pytest.raises(FileError, match="gzip's checksum is damaged"):
+    with pytest.raises(FileError, match="CRC check failed"):
         load("cifar10", path, subset=True)
 
 
@@ -180,7 +180,7 @@ def test_member_that_is_too_large(make, rng, tmp_path, monkeypatch):
     """A member is not read if it declares more than any such file has."""
     made = make.cifar(tmp_path, rng, kind=10, version="binary", packed="tar")
     monkeypatch.setattr(cifar, "MAX_BATCH", 18437)
-    with pytest.raises(FileError, match="declares 18438 bytes, but such a file has at most 18437"):
+    with pytest.raises(FileError, match="declares 18438 bytes, but may have 18437"):
         load("cifar10", made.files[0], subset=True)
 
 

@@ -73,7 +73,7 @@ def test_half_the_writers_are_refused(make, rng, tmp_path):
         load("mnist", tmp_path)
     made.files[4].unlink()
     assert load("mnist", tmp_path).client is None
-    with pytest.raises(SourceError, match="writers are asked for"):
+    with pytest.raises(SourceError, match="the writers need both lists"):
         load("mnist", tmp_path, writers="yes")
 
 
@@ -86,8 +86,8 @@ def test_faults_name_file_and_byte(make, rng, tmp_path, packed):
     x = gzip.decompress(images.read_bytes()) if packed else images.read_bytes()
     y = gzip.decompress(labels.read_bytes()) if packed else labels.read_bytes()
     for file, data, message in (
-        (images, x[:-1], r"byte 7071: the values end|takes 7056 bytes; the file holds 7055"),
-        (images, x + b"!", r"1 bytes after the last value|the file holds 7057"),
+        (images, x[:-1], r"byte 4: .* takes 7056 bytes, but 7055 follow"),
+        (images, x + b"!", r"byte 4: .* takes 7056 bytes, but 7057 follow"),
         (images, x[:10], r"byte 10: the file ends inside its header"),
         (images, b"\1" + x[1:], r"byte 0: this is no idx file: it begins with 01 00 08 03"),
         (images, y, r"has 1 axes of type uint8, but it must have 3"),
@@ -108,10 +108,10 @@ def test_gzip_faults(make, rng, tmp_path):
     made = make.idx(tmp_path, rng)
     whole = made.files[0].read_bytes()
     made.files[0].write_bytes(whole[:-9])
-    with pytest.raises(FileError, match="gzip stream is cut off"):
+    with pytest.raises(FileError, match="file ended before the end"):
         load("mnist", tmp_path)
     made.files[0].write_bytes(whole[:-8] + b"\0\0\0\0" + whole[-4:])
-    with pytest.raises(FileError, match="gzip's checksum is damaged"):
+    with pytest.raises(FileError, match="CRC check failed"):
         load("mnist", tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_missing_file_is_named(make, rng, tmp_path):
     """One of four missing is told by its name; none at all with what to do."""
     made = make.idx(tmp_path, rng)
     made.files[3].unlink()
-    with pytest.raises(FileError, match=r"t10k-labels-idx1-ubyte: this file \(.gz or not\) is missing"):
+    with pytest.raises(FileError, match=r"t10k-labels-idx1-ubyte: there is no such file"):
         load("mnist", tmp_path)
     for name in ("fashion-mnist", "emnist"):
         with pytest.raises(SourceError, match="metavd data fetch"):

@@ -66,11 +66,12 @@ def test_all_data_comes_before_leafs_split(tmp_path):
         ({"x": [[0.5] * 783 + [1.5]], "y": [0]}, r"user 'a': pixel 0 of row 0 is 0.5, but pixels must be 0 to 1, or"),
         ({"x": [[0.5] * 783 + [-1]], "y": [0]}, r"user 'a': pixel 783 of row 0 is -1"),
         ({"x": [[3] * 783 + [256]], "y": [0]}, r"pixel 783 of row 0 is 256"),
+        ({"x": [[0.5] * 783 + [float("nan")]], "y": [0]}, r"pixel 783 of row 0 is nan"),
         ({"x": [[0.5] * 783], "y": [0]}, r"a row of user 'a' holds 783 numbers"),
         ({"x": [[0.5] * 784, [0.5] * 783], "y": [0, 1]}, r"user 'a': its rows differ in length"),
         ({"x": [[0.5] * 784], "y": [62]}, r"row 0 has label 62, but labels must run from 0 to 61"),
         ({"x": [[0.5] * 784], "y": ["7"]}, r"user 'a': row 0 has label 7, but labels must be whole numbers"),
-        ({"x": [[0.5] * 784], "y": []}, r"user 'a': x has 1 rows, but y has 0"),
+        ({"x": [[0.5] * 784], "y": []}, r"user 'a': x and y must be lists .* but they are 1 and 0"),
         ({"x": ["a.jpg"], "y": [1]}, r"a row of user 'a' holds names of files"),
     ],
 )
@@ -94,7 +95,7 @@ def test_bad_json_names_the_byte(tmp_path):
     with pytest.raises(SourceError, match="byte 15: this is no JSON"):
         load("femnist", tmp_path)
     path.write_text('{"users": NaN}')
-    with pytest.raises(SourceError, match="holds NaN"):
+    with pytest.raises(SourceError, match="this is no LEAF shard"):
         load("femnist", tmp_path)
 
 

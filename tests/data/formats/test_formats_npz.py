@@ -66,11 +66,14 @@ def test_channels(tmp_path):
         ({"x": np.eye(4), "y": [0, 1, 2]}, r"y has shape \(3,\), but x has 4 rows"),
         ({"x": np.eye(4), "y": [0, 1, 3, 3]}, "no row has label 2"),
         ({"x": np.eye(4), "y": [0, 1, 0, 1], "client": [0, 1, -1, 0]}, "row 2 has client -1"),
-        ({"x": np.eye(4), "y": [0, 1, 0, 1], "split": [0, 1, 2, 0]}, "row 2 of 'split' is '2', but it must be 0 or 1"),
+        (
+            {"x": np.eye(4), "y": [0, 1, 0, 1], "split": [0, 1, 2, 0]},
+            "row 2 of the split is '2', but it must be 0",
+        ),
         ({"x": np.eye(4), "y": [0, 1, 0, 1], "test": [0.5] * 4}, "test has type float64, but it must be bool"),
         ({"x": np.eye(4)}, "it holds x, but it must hold label or labels or y"),
         ({"x": np.eye(4), "images": np.eye(4), "y": [0, 1, 0, 1]}, "it holds both 'images' and 'x'"),
-        ({"x": np.array([None, 1]), "y": [0, 1]}, "has type object, but only numbers are read, and nothing pickled"),
+        ({"x": np.array([None, 1]), "y": [0, 1]}, "type object, but only numbers .* and nothing pickled"),
         ({"x": np.zeros((0, 3)), "y": [0, 1]}, r"x.npy has shape \(0, 3\)"),
     ],
 )
@@ -94,7 +97,7 @@ def test_damage_is_seen(make, rng, tmp_path):
     with pytest.raises(FileError, match=r"Bad CRC-32|cannot be read"):
         load("npz", path)
     path.write_bytes(whole[:-100])
-    with pytest.raises(FileError, match="the zip archive cannot be read"):
+    with pytest.raises(FileError, match=r"cannot be read \(File is not a zip file"):
         load("npz", path)
     np.save(tmp_path / "b.npy", np.eye(3))
     with pytest.raises(FileError, match="is not a zip file"):

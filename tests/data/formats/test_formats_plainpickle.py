@@ -80,7 +80,7 @@ def test_refusal_names_what_was_wanted():
         ("colliding tuples", "or 1000 tuples"),
         ("text again", "far more bytes than it has"),
         ("huge array", "needs 4611686014132420609 bytes, but has 4"),
-        ("state for a function", "TypeError"),
+        ("state for a function", "AttributeError"),
         ("array filled again", "TypeError"),
     ],
 )

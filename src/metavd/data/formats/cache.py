@@ -53,10 +53,9 @@ def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
 
     With a folder the images are mapped, privately: changing them in memory does not change the file.
     """
-    if folder is None or not plan.files or not plan.keep:  # what has no files cannot be read faster from one
-        return _read(plan)
-    before = _digest(plan)
-    if before is None:
+    # What has no files cannot be read faster from one.
+    before = _digest(plan) if folder is not None and plan.files and plan.keep else None
+    if folder is None or before is None:
         return _read(plan)
     path = Path(folder) / f"{plan.name}-{before[0]}-{before[1]}"
     kept = _load(path, plan, note)
@@ -65,22 +64,18 @@ def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
     fresh = _read(plan)
     if _digest(plan) != before:
         note(f"{plan.place} changed while it was read, so no copy was kept.")
-        return fresh
-    if not _write(path, fresh, note):
-        return fresh
-    _tidy(path, before[0])
-    # The mapped copy takes the place of the one in memory.
-    return _load(path, plan, note, verify=False) or fresh
+    elif _write(path, fresh, note):
+        _tidy(path, before[0])
+        # The mapped copy takes the place of the one in memory.
+        return _load(path, plan, note, verify=False) or fresh
+    return fresh
 
 
 def _read(plan: Plan) -> Source:
     try:
-        fresh = plan.read(fail)
+        return plan.read(fail)
     except MemoryError:
         raise SourceError(f"{plan.place}: the dataset does not fit into memory; use a smaller size or part.") from None
-    if fresh is None:
-        raise SourceError(f"{plan.place}: the dataset could not be read.")
-    return fresh
 
 
 def _digest(plan: Plan) -> tuple[str, str] | None:
@@ -102,22 +97,20 @@ def _digest(plan: Plan) -> tuple[str, str] | None:
 
 
 def _write(path: Path, data: Source, note: Note) -> bool:
-    scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}-", suffix=_PART, dir=path.parent))
-        _dump(scratch, data)
-        shutil.rmtree(path, ignore_errors=True)  # it is damaged, or not there
-        scratch.replace(path)
+        # What is not renamed is removed, whatever ended the writing.
+        with tempfile.TemporaryDirectory(
+            prefix=f"{path.name}-", suffix=_PART, dir=path.parent, ignore_cleanup_errors=True
+        ) as scratch:
+            _dump(Path(scratch), data)
+            shutil.rmtree(path, ignore_errors=True)  # it is damaged, or not there
+            Path(scratch).replace(path)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
             return True
         note(f"{path.parent} cannot keep a copy of the data ({plain(error)}); it will be read anew next time.")
         return False
-    finally:
-        # Gone if it was renamed; left over otherwise, whatever ended the writing.
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
     return True
 
 
@@ -138,8 +131,7 @@ class _Summed:
 def _dump(folder: Path, data: Source) -> None:
     files = {}
     for name in _ARRAYS:
-        array = getattr(data, name)
-        if array is not None:
+        if (array := getattr(data, name)) is not None:
             with (folder / f"{name}.npy").open("wb") as file:
                 summed = _Summed(file)
                 np.lib.format.write_array(summed, np.ascontiguousarray(array), allow_pickle=False)
@@ -178,10 +170,7 @@ def _load(path: Path, plan: Plan, note: Note, *, verify: bool = True) -> Source 
             raise ValueError(f"the checksum of {ABOUT} is wrong")
         found = {name: _array(path / f"{name}.npy", file, verify=verify) for name, file in about["arrays"].items()}
         numbers = {name: about[name] for name in _NUMBERS if name in about}
-        numbers["tokens"] = numbers["tokens"] or None
-        return source(
-            path, plan.name, found["x"], found["y"], client=found.get("client"), test=found.get("test"), **numbers
-        )
+        return source(path, plan.name, **found, **numbers | {"tokens": numbers["tokens"] or None})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # SourceError is a ValueError

@@ -13,15 +13,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ..source import Source, SourceError
 from . import npz
-from .files import FileError, Plan, Report, attempt, choice, listing, need_folder, read_bytes, refuse, source
+from .files import Plan, Report, choice, each, find, listing, need_folder, read_text, refuse, source
 from .images import SIZE, Size, check_size, pictures, resize
-from .leaf import Shards, collect, find_shards, read_shards
+from .leaf import FILE, Shards, collect, find_shards, read_shards
 from .registry import PHOTOS, dataset
 
 LAYOUTS = ("auto", "leaf", "original", "npz")
@@ -53,28 +54,23 @@ def plan_celeba(
     choice("layout", layout, LAYOUTS)
     if isinstance(least, bool) or not isinstance(least, int) or least < 1:
         raise SourceError(f"least is {least!r}, but it must be a whole number of pictures, at least 1.")
-    pair = check_size(size)
+    pair, others = check_size(size), attribute != "Smiling"
+    only = f"it only knows Smiling; the attribute {attribute!r} needs {_ATTR} and {_PICTURES}/."
     # Lists that somebody made on purpose come before the files that they were made from.
-    if layout == "leaf" or (layout == "auto" and attribute == "Smiling"):
-        shards = find_shards(root, "celeba")
-        if shards is not None:
-            return _plan_leaf(root, shards, attribute, pair)
-    attr = _first(root, _ATTR) if layout in ("auto", "original") else None
+    shards = find_shards(root, "celeba") if layout == "leaf" or (layout == "auto" and not others) else None
+    if shards is not None:
+        refuse(others, shards.folder, only)
+        return _plan_leaf(root, shards, pair)
+    attr = find(root, _HERE, [_ATTR]) if layout in ("auto", "original") else None
     if attr is not None:
-        return _plan_original(root, attr, attribute=attribute, size=pair, least=least)
+        return _plan_original(root, attr[0], attribute=attribute, size=pair, least=least)
     path = root if root.name == _NPZ else root / _NPZ
     if layout in ("auto", "npz") and path.is_file():
-        return _plan_npz(path, attribute, pair)
-    what = {"leaf": "LEAF's celeba/all_data/*.json", "original": _ATTR, "npz": _NPZ}.get(
-        layout, f"{_ATTR} with {_PICTURES}/, LEAF's celeba/all_data/*.json or {_NPZ}"
-    )
-    raise SourceError(
-        f"{root}: there is no {what} in this folder; see https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html."
-    )
-
-
-def _first(root: Path, name: str) -> Path | None:
-    return next((root / base / name for base in _HERE if (root / base / name).exists()), None)
+        refuse(others, path, only)
+        return npz.plan_of(path, "celeba", lambda found: _from_npz(path, found, pair), size=pair)
+    names = {"leaf": "LEAF's celeba/all_data/*.json", "original": f"{_ATTR} with {_PICTURES}/", "npz": _NPZ}
+    what = f"there is no {names.get(layout, ' or '.join(names.values()))} in this folder"
+    raise SourceError(f"{root}: {what}; see https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html.")
 
 
 def _pictures(root: Path) -> Path | None:
@@ -83,83 +79,73 @@ def _pictures(root: Path) -> Path | None:
     return next((path for folder in folders for path in (folder / _PICTURES, folder) if path.is_dir()), None)
 
 
-# Original
-
-
 def _plan_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, int] | None, least: int) -> Plan:
-    identity, folder = _first(root, _IDENTITY), _pictures(root)
-    if identity is None:
-        raise SourceError(f"{root}: there is no {_IDENTITY} beside {_ATTR}; without it nobody is a client.")
-    if folder is None:
-        raise SourceError(f"{root}: there is no folder {_PICTURES} with CelebA's pictures here.")
+    identity, folder = find(root, _HERE, [_IDENTITY]), _pictures(root)
+    if identity is None or folder is None:
+        what = f"no {_IDENTITY}" if identity is None else f"no folder {_PICTURES} with CelebA's pictures"
+        raise SourceError(f"{root}: there is {what} beside {_ATTR}, but CelebA needs all three.")
 
-    def read(report: Report) -> Source | None:
-        labels, people = attempt(report, read_attribute, attr, attribute), attempt(report, read_identity, identity)
-        if labels is None or people is None:
-            return None
+    def read(report: Report) -> Source:
+        reads = (partial(_attribute, attr, attribute), partial(_identity, identity[0]))
+        labels, people = each(report, lambda read: read(), reads)
         missing = next((name for name in labels if name not in people), None)
-        refuse(missing, identity, f"there is no identity for {missing}, which {attr.name} lists.")
+        refuse(missing, identity[0], f"there is no identity for {missing}, which {attr.name} lists.")
         person, count = np.unique([people[name] for name in labels], return_counts=True)
         keep = set(person[count >= least].tolist())
         names = sorted(name for name in labels if people[name] in keep)
-        refuse(not names, identity, f"nobody has {least} pictures, the least that is asked for.")
+        refuse(not names, identity[0], f"nobody has {least} pictures, the least that is asked for.")
         x = pictures([folder / name for name in names], size, 3, report)
         y, client = (np.array([table[name] for name in names]) for table in (labels, people))
-        return None if x is None else source(folder, "celeba", x, y, client=client, **_LOOK)
+        return source(folder, "celeba", x, y, client=client, **_LOOK)
 
-    files = (attr, identity, *listing(folder))
+    files = (attr, *identity, *listing(folder))
     return Plan("celeba", folder, files, read, {"attribute": attribute, "size": size, "least": least})
 
 
-def read_attribute(path: Path, attribute: str) -> dict[str, int]:
+def _attribute(path: Path, attribute: str) -> dict[str, int]:
     """Return {picture: 0 or 1} of one attribute."""
     lines = _lines(path)
     (_, _, count), (_, start, names) = (next(lines, (0, 0, [])) for _ in range(2))
-    odd = len(count) != 1 or not count[0].isdigit() or not names
+    odd = len(count) != 1 or not count[0].isdecimal() or not names
     refuse(odd, path, "line 1 must be the number of pictures and line 2 the names of the attributes.", 0)
     close = " or ".join(difflib.get_close_matches(attribute, names, n=3, cutoff=0.5) or names[:5])
     refuse(attribute not in names, path, f"there is no attribute {attribute!r}; did you mean {close}?", start)
     column = names.index(attribute) + 1
-    found: dict[str, int] = {}
-    for number, offset, words in lines:
-        many = f"line {number} has {len(words)} words, but it must have {len(names) + 1}."
-        refuse(len(words) != len(names) + 1, path, many, offset)
-        odd = words[column] not in ("1", "-1")
-        refuse(odd, path, f"line {number} has {words[column][:40]!r}, but it must be 1 or -1.", offset)
-        _enter(found, path, words[0], int(words[column] == "1"), (number, offset))
-    said = int(count[0][:12])
-    refuse(len(found) != said, path, f"line 1 says {said} pictures, but {len(found)} are listed.", 0)
+    found = _table(path, lines, {"1": 1, "-1": 0}, column, len(names) + 1)
+    refuse(str(len(found)) != count[0], path, f"line 1 says {count[0][:12]} pictures, but {len(found)} are listed.", 0)
     return found
 
 
-def read_identity(path: Path) -> dict[str, int]:
+def _identity(path: Path) -> dict[str, int]:
     """Return {picture: celebrity}."""
-    found: dict[str, int] = {}
-    for number, offset, words in _lines(path):
-        right = len(words) == 2 and words[1].isascii() and words[1].isdigit() and len(words[1]) <= 12
-        refuse(not right, path, f"line {number} must be the name of a picture and a number.", offset)
-        _enter(found, path, words[0], int(words[1]), (number, offset))
-    return found
+    return _table(path, _lines(path), None, 1, 2)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, list[str]]]:
     """Yield (line, byte, words) of the lines that are not empty."""
     offset = 0
-    for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
-        try:
-            words = line.decode().split()
-        except UnicodeDecodeError as error:
-            raise FileError(path, f"line {number} is no UTF-8 text.", offset + error.start) from None
-        if words:
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if words := line.split():
             yield number, offset, words
-        offset += len(line) + 1
+        offset += len(line.encode()) + 1
 
 
-def _enter(found: dict[str, int], path: Path, name: str, value: int, at: tuple[int, int]) -> None:
-    number, offset = at
-    _check_name(path, name, f"line {number}", offset)
-    refuse(name in found, path, f"line {number} lists {name} a second time.", offset)
-    found[name] = value
+def _table(
+    path: Path, lines: Iterator[tuple[int, int, list[str]]], values: dict[str, int] | None, column: int, columns: int
+) -> dict[str, int]:
+    """Return {picture: value} of one column: one of the values, or any number where there are none."""
+    right = "1 or -1" if values else "a number"
+    found: dict[str, int] = {}
+    for number, offset, words in lines:
+        many = f"line {number} has {len(words)} words, but it must have {columns}."
+        refuse(len(words) != columns, path, many, offset)
+        name, word = words[0], words[column]
+        known = word in values if values else word.isascii() and word.isdecimal() and len(word) <= 12
+        refuse(not known, path, f"line {number} has {word[:40]!r}, but it must be {right}.", offset)
+        _check_name(path, name, f"line {number}", offset)
+        refuse(name in found, path, f"line {number} lists {name} a second time.", offset)
+        found[name] = values[word] if values else int(word)
+    return found
 
 
 def _check_name(path: Path, name: str, where: str, offset: int | None = None) -> None:
@@ -167,19 +153,12 @@ def _check_name(path: Path, name: str, where: str, offset: int | None = None) ->
     refuse(wrong, path, f"{where} names {name[:80]!r}, but it must be a file in {_PICTURES}.", offset)
 
 
-# LEAF and npz
-
-
-def _plan_leaf(root: Path, shards: Shards, attribute: str, size: tuple[int, int] | None) -> Plan:
-    if attribute != "Smiling":
-        raise SourceError(f"{shards.folder}: LEAF's lists only know Smiling; use layout='original' for another.")
+def _plan_leaf(root: Path, shards: Shards, size: tuple[int, int] | None) -> Plan:
     folder = _pictures(root if root.is_dir() else root.parent)
 
-    def read(report: Report) -> Source | None:
+    def read(report: Report) -> Source:
         users = read_shards(shards, report)
-        if users is None:
-            return None
-        if users.rows[0][1].kind != "file":  # FederatedScope's shards hold the pixels themselves
+        if users.rows[0][1].kind != FILE:  # FederatedScope's shards hold the pixels themselves
             whole = collect(shards.folder, "celeba", users, (3, _LEAF_SIDE, _LEAF_SIDE), _LOOK)
             return replace(whole, x=resize(whole.x, size))
         if folder is None:
@@ -188,23 +167,13 @@ def _plan_leaf(root: Path, shards: Shards, attribute: str, size: tuple[int, int]
             for name in user.x:
                 _check_name(path, name, f"user {user.name!r}")
         x = pictures([folder / name for _, user in users.rows for name in user.x], size, 3, report)
-        if x is None:
-            return None
         return source(shards.folder, "celeba", x, users.labels(), client=users.clients(), test=users.test, **_LOOK)
 
     files = (*shards.files, *(listing(folder) if folder else ()))
     return Plan("celeba", shards.folder, files, read, {"size": size, "layout": "leaf"})
 
 
-def _plan_npz(path: Path, attribute: str, size: tuple[int, int] | None) -> Plan:
-    needs = f"it only knows Smiling; the attribute {attribute!r} needs {_ATTR} and {_PICTURES}/."
-    refuse(attribute != "Smiling", path, needs)
-
-    def read(_: Report) -> Source:
-        found = npz.read(path)
-        right = found.x.ndim == 4 and found.x.dtype == np.uint8 and found.client is not None
-        refuse(not right, path, "it must hold uint8 images in colour, a label and a client of each.")
-        x = resize(found.x, size)
-        return source(path, "celeba", x, found.y, client=found.client, test=found.test, **_LOOK)
-
-    return Plan("celeba", path, (path,), read, {"size": size, "layout": "npz"})
+def _from_npz(path: Path, found: npz.Content, size: tuple[int, int] | None) -> Source:
+    right = found.x.ndim == 4 and found.x.dtype == np.uint8 and found.client is not None
+    refuse(not right, path, "it must hold uint8 images in colour, a label and a client of each.")
+    return source(path, "celeba", resize(found.x, size), found.y, client=found.client, test=found.test, **_LOOK)

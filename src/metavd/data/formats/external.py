@@ -8,7 +8,8 @@ Neither is imported, so neither is a dependency; anything that has rows and answ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..source import Source, SourceError, arrays
 from .files import plain
-from .images import Size, Stack, check_size, open_picture, pixels
+from .images import Size, Stack, check_size, open_picture
 
 _IMAGES = ("image", "img", "images", "pixel_values", "x", "features")
 _LABELS = ("label", "labels", "fine_label", "character", "target", "y")
@@ -52,14 +53,10 @@ def from_huggingface(
             raise SourceError(f"{name}: the splits are {', '.join(map(str, dataset.keys()))}, but train must be there.")
         dataset, test = dataset["train"], dataset["test"] if "test" in dataset and test is None else test
     halves = [half for half in (dataset, test) if half is not None]
-    columns = [list(getattr(half, "column_names", None) or _first_row(half, name)) for half in halves]
-    image, label = (_column(what, given, usual, columns[0], name) for what, given, usual in
-                    (("image", image, _IMAGES), ("label", label, _LABELS)))  # fmt: skip
+    image = _column("image", image, _IMAGES, halves, name)
+    label = _column("label", label, _LABELS, halves, name)
     if client is not None:
-        _column("client", client, (), columns[0], name)
-    lost = [column for column in (image, label, client) if column is not None and column not in columns[-1]]
-    if lost:
-        raise SourceError(f"{name}: the test rows have no column {lost[0]!r}, but the train rows do.")
+        _column("client", client, (), halves, name)
 
     def values(column: str) -> Iterator[Any]:
         """Yield one column, row by row: whole columns of pictures would be decoded at once."""
@@ -100,18 +97,16 @@ def from_torchvision(
     """
     name = name or type(train).__name__.lower()
     halves = [half for half in (train, test) if half is not None]
-    raw = [_raw(half) for half in halves]
-    if all(pair is not None for pair in raw):
-        xs, ys = zip(*(pair for pair in raw if pair is not None), strict=True)
-        y = [label for labels in ys for label in labels]
-        rows = (row for part in xs for row in part)
-        if size is None and channels is None and len({part.shape[1:] for part in xs}) == 1:
-            x = _first_channels(np.concatenate(xs), name)
-        else:
-            x = _pictures(rows, len(y), size, channels, name)
+    raw = [pair for half in halves if (pair := _raw(half)) is not None]
+    y: list[Any] = []
+    rows: Iterable[Any] = _pairs(halves, y, name)
+    if len(raw) == len(halves):
+        rows = chain.from_iterable(x for x, _ in raw)
+        y = [label for _, labels in raw for label in labels]
+    if len(raw) == len(halves) and size is None and channels is None and len({x.shape[1:] for x, _ in raw}) == 1:
+        x = _first_channels(np.concatenate([x for x, _ in raw]), name)
     else:
-        y = []
-        x = _pictures(_pairs(halves, y, name), sum(map(len, halves)), size, channels, name)
+        x = _pictures(rows, sum(map(len, halves)), size, channels, name)
     return _source(x, y, None if client is None else list(client), halves, name=name, **options)
 
 
@@ -130,22 +125,27 @@ def _source(
     return arrays(x, labels, who, test, name, **options)
 
 
-def _first_row(dataset: Any, name: str) -> list[str]:
-    row = dataset[0]
-    if not isinstance(row, dict):
-        raise SourceError(f"{name}: a row is {type(row).__name__}, but it must be a dict of columns.")
-    return list(row)
-
-
-def _column(what: str, given: str | None, usual: Sequence[str], columns: list[str], name: str) -> str:
-    found = given if given is not None else next((column for column in usual if column in columns), None)
-    if found is None or found not in columns:
+def _column(what: str, given: str | None, usual: Sequence[str], halves: Sequence[Any], name: str) -> str:
+    """Return the column that is meant, which both halves must have."""
+    columns = [_columns(half, name) for half in halves]
+    found = given if given is not None else next((column for column in usual if column in columns[0]), None)
+    if found is None or found not in columns[0]:
         asked = f"no column {given!r}" if given is not None else f"no column for the {what} among the usual names"
-        raise SourceError(f"{name}: there is {asked}; the columns are {', '.join(columns)}, pass {what}=....")
+        raise SourceError(f"{name}: there is {asked}; the columns are {', '.join(columns[0])}, pass {what}=....")
+    if found not in columns[-1]:
+        raise SourceError(f"{name}: the test rows have no column {found!r}, but the train rows do.")
     return found
 
 
+def _columns(half: Any, name: str) -> list[str]:
+    found = getattr(half, "column_names", None) or half[0]
+    if not isinstance(found, dict | list | tuple):
+        raise SourceError(f"{name}: a row is {type(found).__name__}, but it must be a dict of columns.")
+    return list(found)
+
+
 def _raw(dataset: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the bytes and labels that a dataset keeps, if it keeps them as they are."""
     data, targets = getattr(dataset, "data", None), getattr(dataset, "targets", getattr(dataset, "labels", None))
     if data is None or targets is None:
         return None
@@ -165,7 +165,7 @@ def _first_channels(x: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
 
 
-def _pairs(halves: Sequence[Any], y: list[Any], name: str) -> Any:
+def _pairs(halves: Sequence[Any], y: list[Any], name: str) -> Iterator[Any]:
     for half in halves:
         for number in range(len(half)):
             row = half[number]
@@ -175,7 +175,7 @@ def _pairs(halves: Sequence[Any], y: list[Any], name: str) -> Any:
             yield row[0]
 
 
-def _pictures(rows: Iterator[Any], count: int, size: Size, channels: int | None, name: str) -> np.ndarray:
+def _pictures(rows: Iterable[Any], count: int, size: Size, channels: int | None, name: str) -> np.ndarray:
     """Return one array of rows that may be Pillow's pictures, encoded files, arrays or tensors."""
     pair = check_size(size)
     stack = Stack(count, pair, channels)
@@ -183,14 +183,23 @@ def _pictures(rows: Iterator[Any], count: int, size: Size, channels: int | None,
     for number, row in enumerate(rows):
         place = Path(f"{name}[{number}]")
         value = row["bytes"] if isinstance(row, dict) and row.get("bytes") is not None else row  # not decoded yet
-        value = open_picture(place, value) if isinstance(value, bytes) else value
-        if not hasattr(value, "getbands"):
-            value = _numbers(value, place)
-            if value.dtype != np.uint8 or value.ndim not in (2, 3):
-                values.append(value.astype(np.float32) if value.dtype.kind == "f" else value)
-                continue
-            value = value[None] if value.ndim == 2 else _first_channels(value[None], name)[0]
-        stack.put(place, _picture(place, value, pair, channels))
+        if isinstance(value, bytes):
+            value = open_picture(place, value)
+        if hasattr(value, "getbands"):
+            stack.add(place, value)
+            continue
+        value = _numbers(value, place)
+        if value.dtype != np.uint8 or value.ndim not in (2, 3):
+            values.append(value.astype(np.float32) if value.dtype.kind == "f" else value)
+            continue
+        value = value[None] if value.ndim == 2 else _first_channels(value[None], name)[0]
+        if pair is None and channels in (None, len(value)):
+            stack.put(place, value)
+        else:
+            from PIL import Image  # noqa: PLC0415 (only if something has to change)
+
+            flat = value[0] if len(value) == 1 else value.transpose(1, 2, 0)
+            stack.add(place, Image.fromarray(np.ascontiguousarray(flat)))
     if values and len(values) == count:
         row = next((i for i, value in enumerate(values) if value.shape != values[0].shape), None)
         if row is not None:
@@ -210,14 +219,3 @@ def _numbers(value: Any, place: Path) -> np.ndarray:
     if array.dtype.kind not in "uif":
         raise SourceError(f"{place}: this row is {type(value).__name__}, but it must be a picture or an array.")
     return array
-
-
-def _picture(place: Path, value: Any, size: tuple[int, int] | None, channels: int | None) -> np.ndarray:
-    """Bring a picture, or bytes (c, h, w), to a size and a number of channels, through Pillow."""
-    if isinstance(value, np.ndarray):
-        if size is None and channels in (None, len(value)):
-            return value
-        from PIL import Image  # noqa: PLC0415 (only if something has to change)
-
-        value = Image.fromarray(np.ascontiguousarray(value[0] if len(value) == 1 else value.transpose(1, 2, 0)))
-    return pixels(place, value, size, channels)

@@ -7,10 +7,11 @@ is downloaded under another name and renamed once it is proven right. Nothing is
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -104,24 +105,35 @@ def download(remote: Remote, root: Path, *, progress: Progress | None = None, ti
     """Download one file from the first place that delivers it, and return its path once it is proven right."""
     target = root / remote.path
     if target.exists():
-        if (wrong := _wrong(remote, target)) is not None:
+        if wrong := _wrong(remote, target):
             raise SourceError(f"{target} {wrong}; remove it and fetch it again.")
         return target
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # two processes do not write into one file
     faults = []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if remote.size is not None and free < remote.size:
-            what = f"{target.parent} has {free} bytes free, but {remote.size} are needed"
-            raise SourceError(f"{what}; free space or choose another folder.")
+            raise OSError(f"{free} bytes free, but {remote.size} are needed")
         for url in remote.urls:
             try:
-                return _from(url, remote, target, progress, timeout)
+                with part.open("wb") as file:
+                    _transfer(url, remote, file, progress, timeout)
+                    os.fsync(file.fileno())
             except _UnreachableError as fault:
-                faults.append(str(fault))
+                faults.append(f"{urlsplit(url).netloc} {fault}")
+            else:
+                if wrong := _wrong(remote, part):
+                    raise SourceError(f"The download of {remote.path} {wrong}; it was removed, fetch it again.")
+                part.replace(target)
+                return target
     except OSError as error:
-        what = f"{target} cannot be written ({plain(error)})"
-        raise SourceError(f"{what}; free space or choose another folder.") from None
+        raise SourceError(
+            f"{target} cannot be written ({plain(error)}); free space or choose another folder."
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
     raise SourceError(
         f"{target.name} could not be fetched: {'; '.join(faults)}; without a network, download {remote.urls[0]} "
         f"elsewhere and put it at {remote.path} in the data folder."
@@ -129,22 +141,7 @@ def download(remote: Remote, root: Path, *, progress: Progress | None = None, ti
 
 
 class _UnreachableError(Exception):
-    """Why one place did not deliver."""
-
-
-def _from(url: str, remote: Remote, target: Path, progress: Progress | None, timeout: float) -> Path:
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # two processes do not write into one file
-    try:
-        with part.open("wb") as file:
-            _transfer(url, remote, file, progress, timeout)
-            file.flush()
-            os.fsync(file.fileno())
-        if (wrong := _wrong(remote, part)) is not None:
-            raise SourceError(f"The download of {remote.path} {wrong}; it was removed, fetch it again.")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
-    return target
+    """Why one place did not deliver; a fault of the network must not look like one of the disk."""
 
 
 def _transfer(url: str, remote: Remote, file: BinaryIO, progress: Progress | None, timeout: float) -> None:
@@ -153,46 +150,45 @@ def _transfer(url: str, remote: Remote, file: BinaryIO, progress: Progress | Non
     import urllib.error  # noqa: PLC0415
     import urllib.request  # noqa: PLC0415
 
-    def receive() -> bytes:
-        """Return the next piece; a fault of the network must not look like one of the disk."""
+    @contextlib.contextmanager
+    def network(verb: str) -> Iterator[None]:
         try:
-            return bytes(answer.read(_CHUNK))
-        except (OSError, http.client.HTTPException) as error:
-            raise _UnreachableError(f"{host} broke off ({plain(error)})") from None
+            yield
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise _UnreachableError(f"answered {error.code} {plain(str(error.reason))}") from None
+        except (http.client.HTTPException, OSError) as error:
+            raise _UnreachableError(f"{verb} ({plain(getattr(error, 'reason', error))})") from None
 
-    host, have = urlsplit(url).netloc, 0
     request = urllib.request.Request(url, headers={"User-Agent": "metavd", "Accept-Encoding": "identity"})
-    try:
+    with network("cannot be reached"):
         answer = urllib.request.urlopen(request, timeout=timeout)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise _UnreachableError(f"{host} answered {error.code} {plain(str(error.reason))}") from None
-    except (http.client.HTTPException, OSError) as error:
-        raise _UnreachableError(f"{host} cannot be reached ({plain(getattr(error, 'reason', error))})") from None
     with answer:
         length = answer.headers.get("Content-Length") or ""
-        offered = int(length) if length.isdigit() else None
-        if None not in (offered, remote.size) and offered != remote.size:
-            what = f"{url} offers {offered} bytes, but {remote.path} has {remote.size}"
+        wanted, have = int(length) if length.isdecimal() else remote.size, 0
+        if remote.size not in (None, wanted):
+            what = f"{url} offers {wanted} bytes, but {remote.path} has {remote.size}"
             raise SourceError(f"{what}; the official file has changed or something stands between.")
-        wanted = remote.size or offered
-        while piece := receive():
+        while True:
+            with network("broke off"):
+                piece = answer.read(_CHUNK)
+            if not piece:
+                break
             have += len(piece)
             if have > (wanted or _LARGEST):
-                raise SourceError(
-                    f"{url} sends more than the {wanted or _LARGEST} bytes of {remote.path}; it is not the file."
-                )
+                what = f"{url} sends more than the {wanted or _LARGEST} bytes of {remote.path}"
+                raise SourceError(f"{what}; it is not the file.")
             file.write(piece)
             if progress is not None:
                 progress(remote.path, have, wanted)
     if wanted is not None and have < wanted:
-        raise _UnreachableError(f"{host} broke off after {have} of {wanted} bytes")
+        raise _UnreachableError(f"broke off after {have} of {wanted} bytes")
 
 
 def _wrong(remote: Remote, path: Path) -> str | None:
     """Say how a file differs from the right one, or return None."""
     size = path.stat().st_size
-    if remote.size is not None and size != remote.size:
+    if remote.size not in (None, size):
         return f"has {size} bytes, but it must have {remote.size}"
     kind = "md5" if len(remote.checksum) == 32 else "sha256"
     with path.open("rb") as file:

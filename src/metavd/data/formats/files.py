@@ -1,8 +1,7 @@
-"""What all formats share: reading bytes that nobody vouches for, and saying where they are wrong.
+"""What all formats share: finding files, reading bytes that nobody vouches for, and saying where they are wrong.
 
-Nothing is ever unpacked to disk. Whatever an archive declares is compared with a limit before it is believed, and what
-it declares is read in pieces, so that a small file cannot ask for a large memory. Only regular files are opened: a
-named pipe would wait for ever.
+Nothing is ever unpacked to disk. What comes out of a compressed file has a limit that depends on its size, so that a
+small file cannot ask for a large memory. Only regular files are opened: a named pipe would wait for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import gzip
 import stat
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,15 +24,14 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MIB = 1 << 20
-GIB = 1 << 30
-MAX_FILE = 16 * GIB
+MOST = 16 << 30
+"""Bytes that any compressed file may unpack to."""
+SMALL = 64 * MIB
+"""Bytes that it may unpack to however small it is."""
 MAX_RATIO = 250
 """Unpacked bytes per packed byte above `SMALL`: pictures give 2 to 20, and a bomb of deflate's about 1,000."""
-SMALL = 64 * MIB
-"""What any archive may unpack to, however small it is."""
 MAX_MEMBERS = 1_000
-"""Of an archive; the largest official one has 24."""
-_CHUNK = 4 * MIB
+"""Of a tar archive; the largest official one has 24."""
 
 
 class FileError(SourceError):
@@ -54,8 +51,27 @@ def refuse(wrong: object, path: Path, what: str, offset: int | None = None) -> N
         raise FileError(path, what, offset)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Tell whatever a library raises at a damaged file as a fault of that file."""
+    try:
+        yield
+    except (SourceError, MemoryError):
+        raise
+    except FileNotFoundError:
+        raise FileError(path, "there is no such file or folder.") from None
+    except Exception as error:  # decoders raise nearly every kind there is
+        reason = plain(getattr(error, "strerror", None) or error)
+        remedy = "do not trust it" if isinstance(error, tarfile.FilterError) else "check it, or copy or fetch it again"
+        raise FileError(path, f"it cannot be read ({reason}); {remedy}.") from None
+
+
 Report = Callable[[SourceError], None]
 """What to do with a fault: loading raises it, `check` writes it down and goes on."""
+
+
+class Reported(SourceError):  # noqa: N818 (no fault of its own)
+    """Faults that a `Report` was told already."""
 
 
 def fail(error: SourceError) -> None:
@@ -63,17 +79,8 @@ def fail(error: SourceError) -> None:
     raise error
 
 
-def attempt(report: Report, read: Callable[..., T], *args: Any) -> T | None:
-    """Return what `read` returns, or None after its fault was reported."""
-    try:
-        return read(*args)
-    except SourceError as error:
-        report(error)
-        return None
-
-
-def each(report: Report, read: Callable[[S], T], items: Iterable[S]) -> list[T] | None:
-    """Return what `read` returns of every item, or None if one had a fault; all faults are reported."""
+def each(report: Report, read: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Return what `read` returns of every item; where it has faults, all are reported before `Reported` is raised."""
     found, whole = [], True
     for item in items:
         try:
@@ -81,7 +88,9 @@ def each(report: Report, read: Callable[[S], T], items: Iterable[S]) -> list[T] 
         except SourceError as error:
             report(error)
             whole = False
-    return found if whole else None
+    if not whole:
+        raise Reported("some of the files have faults.")
+    return found
 
 
 @dataclass(frozen=True)
@@ -93,8 +102,8 @@ class Plan:
     """The file or folder by which messages call it."""
     files: tuple[Path, ...]
     """All that the content depends on; the cache looks at their sizes and times."""
-    read: Callable[[Report], Source | None]
-    """Read everything; a fault is raised, or reported before None is returned."""
+    read: Callable[[Report], Source]
+    """Read everything; a fault is raised, of several files' faults those before the last are reported."""
     options: Mapping[str, Any] = field(default_factory=dict)
     keep: bool = True
     """Whether a fast copy may be kept; not of rows that are prepared anew for every federation."""
@@ -105,45 +114,7 @@ def source(place: Path | str, name: str, x: Any, y: Any, **options: Any) -> Sour
     return replace(arrays(x, y, name=str(place), **options), name=name)
 
 
-# Files and folders
-
-
-def size_of(path: Path, limit: int = MAX_FILE) -> int:
-    """Return the size of a regular file, or say why it is none."""
-    with _reading(path):
-        status = path.stat()
-    size, mode = status.st_size, status.st_mode
-    refuse(stat.S_ISDIR(mode), path, "this is a folder, but a file is needed.")
-    refuse(not stat.S_ISREG(mode), path, "this is a pipe or a device, but only a regular file can be read.")
-    refuse(size > limit, path, f"the file has {size} bytes, but at most {limit} are read.")
-    return size
-
-
-def read_bytes(path: Path, limit: int = MAX_FILE) -> bytes:
-    """Return a whole file."""
-    size = size_of(path, limit)
-    with _reading(path), path.open("rb") as file:
-        data = file.read(size)
-    refuse(len(data) != size, path, f"the file shrank from {size} bytes while it was read; read it again.", len(data))
-    return data
-
-
-def read_text(path: Path, limit: int = MAX_FILE, encoding: str = "utf-8") -> str:
-    """Return a whole file of text."""
-    data = read_bytes(path, limit)
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
-
-
-def listing(folder: Path) -> list[Path]:
-    """Return what a folder holds, sorted by name, without hidden entries.
-
-    Sorted, because the order that a file system gives is not the same on another machine, and ids follow the order.
-    """
-    with _reading(folder):
-        return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda e: e.name)
+# Finding
 
 
 def need_folder(root: Path | str) -> Path:
@@ -154,153 +125,131 @@ def need_folder(root: Path | str) -> Path:
     return root
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileError(path, "there is no such file or folder.") from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise FileError(path, f"it cannot be read ({reason}); check its rights and the disk.") from None
+def find(root: Path, folders: Sequence[str], names: Sequence[str]) -> tuple[Path, ...] | None:
+    """Return the files of these names, perhaps gzipped, from the first folder below root that has any of them.
+
+    Root may be one of these folders itself. A file that is missing beside the others is returned all the same, so that
+    who reads it says so.
+    """
+    for folder in folders:
+        for place in (root / folder, root) if root.name == Path(folder).name else (root / folder,):
+            found = [_either(place / name) for name in names]
+            if any(path.is_file() for path in found):
+                return tuple(found)
+    return None
 
 
-# Compressed files
+def _either(path: Path) -> Path:
+    packed = path.with_name(f"{path.name}.gz")
+    return packed if packed.is_file() and not path.is_file() else path
 
 
-def unpack_limit(packed: int, limit: int) -> int:
+def listing(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted by name, without hidden entries.
+
+    Sorted, because the order that a file system gives is not the same on another machine, and ids follow the order.
+    """
+    with reading(folder):
+        return sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=lambda e: e.name)
+
+
+# Reading
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a regular file, or say why it is none."""
+    with reading(path):
+        status = path.stat()
+    refuse(stat.S_ISDIR(status.st_mode), path, "this is a folder, but a file is needed.")
+    refuse(not stat.S_ISREG(status.st_mode), path, "this is a pipe or a device, but a regular file is needed.")
+    return status.st_size
+
+
+def unpack_limit(packed: int) -> int:
     """Return how many bytes a compressed file of that size may unpack to."""
-    return min(limit, max(SMALL, MAX_RATIO * packed))
+    return min(MOST, max(SMALL, MAX_RATIO * packed))
 
 
 class Stream:
-    """The unpacked bytes of a file, gzipped or not, in order, with every fault told as a `FileError`."""
+    """The bytes of a file, unpacked if it is gzipped, in order and no more than its size lets one believe."""
 
-    def __init__(self, path: Path, raw: BinaryIO, packed: int, limit: int) -> None:
-        self.path, self.offset = path, 0
-        head = raw.read(2)
+    def __init__(self, path: Path, raw: BinaryIO, size: int) -> None:
+        self.path, self.packed = path, raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
-        self.packed = head == b"\x1f\x8b"
-        self._file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if self.packed else raw
-        self._limit = unpack_limit(packed, limit) if self.packed else limit
+        self._file: Any = gzip.GzipFile(fileobj=raw) if self.packed else raw
+        self._left = unpack_limit(size)
 
-    def read(self, count: int) -> bytes:
+    def read(self, count: int = 4 * MIB) -> bytes:
         """Return that many bytes, or fewer at the end."""
-        return b"".join(self._pieces(count))
-
-    def end(self) -> int:
-        """Read to the end, where gzip keeps its checksum, and return how many bytes were left."""
-        return sum(len(piece) for piece in self._pieces(self._limit + 1))
-
-    def _pieces(self, count: int) -> Iterator[bytes]:
-        while count > 0 and (piece := self._some(min(count, _CHUNK))):
-            count -= len(piece)
-            yield piece
-
-    def _some(self, count: int) -> bytes:
-        try:
+        with reading(self.path):
             piece: bytes = self._file.read(count)
-        except EOFError:
-            raise FileError(self.path, "the gzip stream is cut off; copy or fetch the file again.") from None
-        except (gzip.BadGzipFile, zlib.error) as error:
-            text = str(error).lower()
-            what = "checksum" if "crc" in text or "length" in text else "compressed data"
-            raise FileError(
-                self.path, f"gzip's {what} is damaged (unpacked byte {self.offset}); copy or fetch the file again."
-            ) from None
-        except OSError as error:
-            raise FileError(self.path, f"it cannot be read ({error}); check the disk.", self.offset) from None
-        self.offset += len(piece)
-        what = f"it unpacks to more than {self._limit} bytes, which no such dataset does; do not trust it."
-        refuse(self.offset > self._limit, self.path, what)
+        self._left -= len(piece) if self.packed else 0
+        refuse(self._left < 0, self.path, "it unpacks to more bytes than any dataset of its size; do not trust it.")
         return piece
+
+    def rest(self) -> bytes:
+        """Return all that follows; gzip's checksum is compared at the end."""
+        return b"".join(iter(self.read, b"")) if self.packed else self.read(-1)
 
 
 @contextmanager
-def open_stream(path: Path, limit: int) -> Iterator[Stream]:
-    """Open a file that may be gzipped; at most `limit` bytes come out of it."""
+def open_stream(path: Path) -> Iterator[Stream]:
+    """Open a file that may be gzipped."""
     size = size_of(path)
-    with _reading(path), path.open("rb") as raw:
-        yield Stream(path, raw, size, limit)
+    with reading(path), path.open("rb", buffering=0) as raw:  # a buffer would be copied with the rest of the file
+        yield Stream(path, raw, size)
 
 
-# Archives
+def read_bytes(path: Path) -> bytes:
+    """Return all that a file holds, unpacked if it is gzipped."""
+    with open_stream(path) as stream:
+        return stream.rest()
 
 
-def tar_files(path: Path, wanted: Sequence[str], *, member_limit: int, limit: int) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, content) of the wanted files of a .tar or .tar.gz, in the archive's order.
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """Return a whole file of text."""
+    data = read_bytes(path)
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise FileError(path, f"this byte ({data[error.start]}) is no UTF-8 text.", error.start) from None
+
+
+def tar_files(path: Path, wanted: Sequence[str], most: int) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, content) of the wanted files of a .tar or .tar.gz, in the archive's order, each of `most` bytes.
 
     Nothing is written, yet an archive that tarfile's data filter would not write is refused: nobody should trust it.
     """
     seen: set[str] = set()
-    with open_stream(path, limit) as stream:
-        try:
-            with tarfile.open(fileobj=stream, mode="r|", bufsize=MIB) as archive:  # type: ignore[call-overload]
-                for number, member in enumerate(archive):
-                    refuse(number >= MAX_MEMBERS, path, f"the archive has more than {MAX_MEMBERS} members.")
-                    name = _tar_member(path, member, wanted, member_limit, seen)
-                    if name is not None:
-                        seen.add(name)
-                        yield name, archive.extractfile(member).read()
-        except FileError:
-            raise
-        except tarfile.FilterError as error:
-            raise FileError(path, f"a member points outside the archive ({plain(error)}); do not trust it.") from None
-        except (tarfile.TarError, RecursionError, ValueError, OverflowError) as error:
-            raise FileError(
-                path, f"the tar archive cannot be read ({plain(error)}); copy or fetch the file again.", stream.offset
-            ) from None
-        stream.end()
-
-
-def _tar_member(path: Path, member: tarfile.TarInfo, wanted: Sequence[str], limit: int, seen: set[str]) -> str | None:
-    """Return the name under which a member is wanted, or None if it is not."""
-    tarfile.data_filter(member, str(path.parent))
-    base, told = PurePosixPath(member.name).name, repr(member.name[:80])
-    if base not in wanted or member.isdir():
-        return None
-    odd, many = not member.isreg() or member.issparse(), member.size > limit
-    refuse(odd, path, f"{told} is a link or a device, but it must be a plain file.", member.offset)
-    refuse(base in seen, path, f"{told} stands in the archive twice.", member.offset)
-    refuse(many, path, f"{told} declares {member.size} bytes, but such a file has at most {limit}.", member.offset)
-    return base
-
-
-# What `zipfile` raises on damaged archives, found by fuzzing: its own error for most, others from below it.
-_ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, OverflowError,
-               UnicodeDecodeError)  # fmt: skip
+    with open_stream(path) as stream:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=MIB) as archive:  # type: ignore[call-overload]
+            for number, member in enumerate(archive):
+                refuse(number >= MAX_MEMBERS, path, f"the archive has more than {MAX_MEMBERS} members.")
+                tarfile.data_filter(member, str(path.parent))
+                base, told = PurePosixPath(member.name).name, repr(member.name[:80])
+                if base in wanted and not member.isdir():
+                    plain_file = member.isreg() and not member.issparse()
+                    refuse(not plain_file, path, f"{told} is a link or a device, but must be a plain file.")
+                    refuse(base in seen, path, f"{told} stands in the archive twice.")
+                    refuse(member.size > most, path, f"{told} declares {member.size} bytes, but may have {most}.")
+                    seen.add(base)
+                    yield base, archive.extractfile(member).read()
+        stream.rest()
 
 
 @contextmanager
 def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive whose members are all plain and within the archive."""
+    """Open a zip archive."""
     size_of(path)
-    try:
-        with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:
-            infos = archive.infolist()
-            refuse(len(infos) > MAX_MEMBERS, path, f"the archive has more than {MAX_MEMBERS} members.")
-            refuse(len(infos) > len(archive.NameToInfo), path, "a name stands in the archive twice.")
-            for info in infos:
-                name = info.filename
-                out = name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/") or name[1:2] == ":"
-                what = f"the member {name!r} points outside the archive; do not trust this file."
-                refuse(out, path, what, info.header_offset)
-            yield archive
-    except _ZIP_FAULTS as error:
-        raise FileError(
-            path, f"the zip archive cannot be read ({plain(error)}); copy or fetch the file again."
-        ) from None
+    with reading(path), zipfile.ZipFile(path) as archive:
+        yield archive
 
 
-def zip_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, limit: int) -> BinaryIO:
+def zip_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> BinaryIO:
     """Open a member whose declared size is believable; more than that size is never read from it."""
-    packed, name, at = path.stat().st_size, f"the member {info.filename!r}", info.header_offset
-    refuse(info.flag_bits & 1, path, f"{name} is encrypted, which no dataset is.", at)
-    odd = info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-    refuse(odd, path, f"{name} is neither stored nor deflated; save it again.", at)
-    many = info.file_size > unpack_limit(min(info.compress_size, packed), limit) or info.compress_size > packed
-    sizes = f"{info.file_size} bytes of {info.compress_size} packed ones"
-    refuse(many, path, f"{name} declares {sizes}, more than any dataset of that size has; do not trust it.", at)
+    most = unpack_limit(min(info.compress_size, path.stat().st_size))
+    what = f"{info.filename} declares {info.file_size} bytes of {info.compress_size} packed ones; do not trust it."
+    refuse(info.file_size > most, path, what, info.header_offset)
     return archive.open(info)  # type: ignore[return-value]
 
 
@@ -317,11 +266,10 @@ def join(parts: list[np.ndarray]) -> np.ndarray:
     """Return the parts one after another and empty the list: each is freed as soon as it is copied."""
     rows = sum(len(part) for part in parts)
     whole = np.empty((rows, *parts[0].shape[1:]), parts[0].dtype)
-    at = rows
     while parts:
         part = parts.pop()
-        at -= len(part)
-        whole[at : at + len(part)] = part
+        whole[rows - len(part) : rows] = part
+        rows -= len(part)
     return whole
 
 
@@ -330,15 +278,13 @@ def numbered(names: Sequence[str]) -> np.ndarray:
     return np.unique(np.asarray(names, dtype=object), return_inverse=True)[1].astype(np.int64)
 
 
-def check_labels(path: Path, y: np.ndarray, first: int, count: int, offset: Callable[[int], int] | None = None) -> None:
-    """Refuse a label that is none of `count` from `first` on, with its row and the byte that `offset` gives for it."""
-    bad = (y < first) | (y >= first + count)
+def check_labels(path: Path, y: np.ndarray, right: range, start: int = 0, step: int | None = None) -> None:
+    """Refuse a label that is none of the right ones, with its row and byte `start + step * row`."""
+    bad = (y < right.start) | (y >= right.stop)
     if bad.any():
         row = int(bad.argmax())
-        raise FileError(
-            path, f"row {row} has label {y[row]}, but labels must be {first} to {first + count - 1}; fetch it again.",
-            None if offset is None else offset(row),
-        )  # fmt: skip
+        what = f"row {row} has label {y[row]}, but labels must be {right.start} to {right.stop - 1}; fetch it again."
+        raise FileError(path, what, None if step is None else start + step * row)
 
 
 def choice(what: str, value: Any, allowed: Sequence[Any]) -> None:

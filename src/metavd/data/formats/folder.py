@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..source import Source, SourceError
-from .files import FileError, Plan, Report, choice, listing, need_folder, source
+from ..source import Source
+from .files import FileError, Plan, Report, choice, listing, need_folder, refuse, source
 from .images import SIZE, SUFFIXES, Size, check_size, pictures
 from .registry import dataset
 
@@ -63,70 +63,54 @@ def plan_folder(
     called = name or root.resolve().name
     files = tuple(row.path for row in rows)
 
-    def read(report: Report) -> Source | None:
+    def read(report: Report) -> Source:
         x = pictures(files, pair, channels, report)
         client = None if rows[0].client is None else [row.client or "" for row in rows]
         test = np.array([row.test for row in rows]) if split else None
         # In the order of the letters, so that a folder's classes keep the numbers that they always had.
         classes, y = np.unique([row.label for row in rows], return_inverse=True)
-        return None if x is None else source(
-            root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist()
-        )  # fmt: skip
+        return source(root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist())
 
     return Plan(called, root, files, read, {"size": pair, "channels": channels, "augment": augment})
 
 
 def scan(root: Path) -> Rows:
     """Return the pictures in the order of their names, with classes and clients by the folders' names."""
-    if not root.is_dir():
-        raise FileError(root, "this is a file, but a folder of pictures is needed.")
+    refuse(not root.is_dir(), root, "this is a file, but a folder of pictures is needed.")
     names = {path.name for path in _folders(root)}
-    odd = sorted(names & _VALIDATION)
-    if {"train"} <= names and odd:
-        raise SourceError(
-            f"{root}: there is {odd[0]} beside train, but only train and test are read; move it into train or out."
-        )
+    odd = min(names & _VALIDATION, default=None)
+    what = f"there is {odd} beside train, but only train and test are read; move it into train or out."
+    refuse("train" in names and odd, root, what)
     split = names == {"train", "test"}
-    rows: list[Row] = []
-    for part in sorted(names, reverse=True) if split else ["."]:
-        rows.extend(_half(root / part, part == "test"))
-    if not rows:
-        raise SourceError(f"{root}: there is no picture at class/picture or client/class/picture in this folder.")
-    if len({row.client is None for row in rows}) != 1:
-        raise SourceError(f"{root}: train has clients and test has none, or the reverse; both must be alike.")
-    if split and (missing := {row.label for row in rows if row.test} - {row.label for row in rows if not row.test}):
-        raise SourceError(f"{root}: test has a class {min(missing)!r}, but train has none.")
+    rows = [row for part in (("train", "test") if split else (".",)) for row in _half(root / part, part == "test")]
+    refuse(not rows, root, "there is no picture at class/picture or client/class/picture in this folder.")
+    mixed = len({row.client is None for row in rows}) > 1
+    refuse(mixed, root, "train has clients and test has none, or the reverse; both must be alike.")
+    labels = {row.label for row in rows}
+    missing = min(labels - {row.label for row in rows if not row.test}, default=None)
+    refuse(missing, root, f"test has a class {missing!r}, but train has none.")
     lower: dict[str, str] = {}
-    for label in sorted({row.label for row in rows}):
+    for label in sorted(labels):
         other = lower.setdefault(label.casefold(), label)
-        if other != label:
-            raise SourceError(f"{root}: the classes {other!r} and {label!r} differ only in case; rename one.")
+        refuse(other != label, root, f"the classes {other!r} and {label!r} differ only in case; rename one.")
     return Rows(rows, split)
 
 
 def _half(root: Path, test: bool) -> list[Row]:
     rows: list[Row] = []
-    depth: tuple[bool, Path] | None = None
+    first: tuple[bool, Path] | None = None
     for outer in _folders(root):
         inner, pictures = _folders(outer, alone=False), _pictures(outer)
+        refuse(not inner and not pictures, outer, "there is no picture in this folder; remove it or fill it.")
         if inner and pictures:
             raise FileError(pictures[0], f"this picture lies beside the folder {inner[0].name}; move one of the two.")
-        if not inner and not pictures:
-            raise SourceError(f"{outer}: there is no picture in this folder; remove it or fill it.")
-        deep = bool(inner)
-        if depth is None:
-            depth = deep, outer
-        elif depth[0] != deep:
-            raise SourceError(
-                f"{outer}: it holds {'folders' if deep else 'pictures'}, but {depth[1]} does not; all must be "
-                "class/picture, or all client/class/picture."
-            )
-        if not deep:
-            rows.extend(Row(path, outer.name, None, test) for path in pictures)
+        deep, other = first = first or (bool(inner), outer)
+        what = f"it holds {'folders' if inner else 'pictures'}, but {other} does not"
+        refuse(deep != bool(inner), outer, f"{what}; all must be class/picture, or all client/class/picture.")
+        rows.extend(Row(path, outer.name, None, test) for path in pictures)
         for label in inner:
-            below = _folders(label, alone=False)
-            if below:
-                raise SourceError(f"{below[0]}: this folder is too deep; pictures must be at client/class/picture.")
+            for below in _folders(label, alone=False):
+                raise FileError(below, "this folder is too deep; pictures must be at client/class/picture.")
             # A client need not have every class, so an empty one is no fault here.
             rows.extend(Row(path, label.name, outer.name, test) for path in _pictures(label))
     return rows
@@ -135,10 +119,9 @@ def _half(root: Path, test: bool) -> list[Row]:
 def _folders(folder: Path, *, alone: bool = True) -> list[Path]:
     """Return the folders in a folder; `alone` refuses pictures beside them."""
     found = listing(folder)
-    if alone:
-        stray = next((p for p in found if not p.is_dir() and p.suffix.lower() in SUFFIXES), None)
-        if stray is not None:
-            raise FileError(stray, "this picture is in no class; put it into a folder that is named after its class.")
+    for path in found if alone else ():
+        stray = not path.is_dir() and path.suffix.lower() in SUFFIXES
+        refuse(stray, path, "this picture is in no class; put it into a folder that is named after its class.")
     return [path for path in found if path.is_dir()]
 
 
@@ -146,9 +129,9 @@ def _pictures(folder: Path) -> list[Path]:
     pictures = []
     for path in listing(folder):
         suffix = path.suffix.lower()
-        if suffix in SUFFIXES and not path.is_dir():
-            pictures.append(path)
-        elif suffix not in NOTES and path.name.lower() not in NAMES and not path.is_dir():
-            what = f"files of type {path.suffix}" if suffix else "files without a type in their name"
-            raise FileError(path, f"{what} are not read; convert it to PNG or JPEG, or remove it.")
+        if path.is_dir() or (suffix not in SUFFIXES and (suffix in NOTES or path.name.lower() in NAMES)):
+            continue
+        what = f"files of type {path.suffix}" if suffix else "files without a type in their name"
+        refuse(suffix not in SUFFIXES, path, f"{what} are not read; convert it to PNG or JPEG, or remove it.")
+        pictures.append(path)
     return pictures

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..source import SourceError
-from .files import GIB, MIB, FileError, Report, each, plain, read_bytes
+from .files import FileError, Report, each, plain, read_bytes, refuse
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Pillow knows more, some of which start other programs."""
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff"}
 MAX_PIXELS = 100_000_000
-MAX_FILE = 256 * MIB
-MAX_TOTAL = 32 * GIB
+MAX_TOTAL = 32 << 30
 
 Size = int | tuple[int, int] | None
 """One side of a square, (height, width), or None: as the pictures are."""
@@ -57,17 +56,15 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
         from PIL import Image, ImageOps  # noqa: PLC0415 (only pictures need it)
     except ImportError:
         raise SourceError("Pictures need the package pillow; install it with `pip install pillow`.") from None
-    if data is None:
-        data = read_bytes(path, MAX_FILE)
-    if not data:
-        raise FileError(path, "the file is empty, but it must be a picture.", 0)
+    data = read_bytes(path) if data is None else data
+    refuse(not data, path, "the file is empty, but it must be a picture.", 0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about odd metadata, and about sizes that are checked here
             picture = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = picture.size
-            if width * height > MAX_PIXELS:
-                raise FileError(path, f"the picture declares {width} x {height} pixels, but at most {MAX_PIXELS} fit.")
+            what = f"the picture declares {width} x {height} pixels, but at most {MAX_PIXELS} fit."
+            refuse(width * height > MAX_PIXELS, path, what)
             if picture.format == "PNG":
                 # Only `verify` looks at PNG's checksums, and it uses the picture up.
                 picture.verify()
@@ -87,10 +84,8 @@ def pixels(path: Path, picture: Any, size: tuple[int, int] | None, channels: int
     """
     from PIL import Image  # noqa: PLC0415
 
-    if picture.mode.startswith(("I", "F")):
-        raise FileError(
-            path, f"the picture has mode {picture.mode}, more than 8 bits per pixel; save it with 8 bits, scaled."
-        )
+    what = f"the picture has mode {picture.mode}, more than 8 bits per pixel; save it with 8 bits, scaled."
+    refuse(picture.mode.startswith(("I", "F")), path, what)
     try:
         if "A" in picture.getbands() or "transparency" in picture.info:
             clear = picture.convert("RGBA")
@@ -99,12 +94,18 @@ def pixels(path: Path, picture: Any, size: tuple[int, int] | None, channels: int
             )
         grey = picture.mode in ("L", "1")
         picture = picture.convert("L" if (channels or (1 if grey else 3)) == 1 else "RGB")
-        if size is not None and (picture.height, picture.width) != size:
-            picture = picture.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-        array = np.asarray(picture, np.uint8)
+        array = _resized(picture, size or (picture.height, picture.width))
     except Exception as error:  # conversions of odd modes raise their own
         raise FileError(path, f"this picture cannot be converted ({plain(error)}); replace or remove it.") from None
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+
+
+def _resized(picture: Any, size: tuple[int, int]) -> np.ndarray:
+    from PIL import Image  # noqa: PLC0415
+
+    if (picture.height, picture.width) != size:
+        picture = picture.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    return np.asarray(picture, np.uint8)
 
 
 def resize(x: np.ndarray, size: tuple[int, int] | None) -> np.ndarray:
@@ -115,17 +116,15 @@ def resize(x: np.ndarray, size: tuple[int, int] | None) -> np.ndarray:
 
     result = np.empty((*x.shape[:2], *size), np.uint8)
     for row, channel in np.ndindex(x.shape[:2]):
-        plane = Image.fromarray(np.ascontiguousarray(x[row, channel]))
-        result[row, channel] = np.asarray(plane.resize((size[1], size[0]), Image.Resampling.BILINEAR), np.uint8)
+        result[row, channel] = _resized(Image.fromarray(np.ascontiguousarray(x[row, channel])), size)
     return result
 
 
-def pictures(
-    paths: Sequence[Path], size: tuple[int, int] | None, channels: int | None, report: Report
-) -> np.ndarray | None:
-    """Return (n, c, h, w) of picture files, or None after all faults were reported."""
+def pictures(paths: Sequence[Path], size: tuple[int, int] | None, channels: int | None, report: Report) -> np.ndarray:
+    """Return (n, c, h, w) of picture files; all faults are reported."""
     stack = Stack(len(paths), size, channels)
-    return None if each(report, stack.add, paths) is None else stack.x
+    each(report, stack.add, paths)
+    return stack.x
 
 
 class Stack:
@@ -137,28 +136,24 @@ class Stack:
         self._first: Path | None = None
         self._at = 0
 
-    def add(self, path: Path, data: bytes | None = None) -> None:
-        """Decode and keep one more picture."""
-        self.put(path, pixels(path, open_picture(path, data), self._size, self._channels))
+    def add(self, path: Path, picture: Any = None) -> None:
+        """Keep one more picture: Pillow's, or the file's."""
+        self.put(path, pixels(path, picture or open_picture(path), self._size, self._channels))
 
     def put(self, path: Path, picture: np.ndarray) -> None:
         """Keep one more picture, (c, h, w) bytes."""
         if self._x is None:
             total = self._count * 3 * picture.shape[1] * picture.shape[2]
-            if total > MAX_TOTAL:
-                raise FileError(
-                    path, f"{self._count} pictures of its size take {total} bytes; pass a size, such as size=32."
-                )
+            what = f"{self._count} pictures of its size take {total} bytes; pass a size, such as size=32."
+            refuse(total > MAX_TOTAL, path, what)
             self._x = np.empty((self._count, *picture.shape), np.uint8)
             self._first = path
-        if picture.shape[1:] != self._x.shape[2:]:
-            (h, w), (height, width) = picture.shape[1:], self._x.shape[2:]
-            has = f"the picture has {w} x {h} pixels, but {self._first} has {width} x {height}"
-            raise FileError(path, f"{has}; pass a size, such as size={min(height, width)}, and all are resized.")
+        (h, w), (height, width) = picture.shape[1:], self._x.shape[2:]
+        has = f"the picture has {w} x {h} pixels, but {self._first} has {width} x {height}"
+        what = f"{has}; pass a size, such as size={min(height, width)}, and all are resized."
+        refuse((h, w) != (height, width), path, what)
         if len(picture) == 3 and self._x.shape[1] == 1:
-            wide = np.empty((self._count, 3, *self._x.shape[2:]), np.uint8)
-            wide[: self._at] = self._x[: self._at]
-            self._x = wide
+            self._x = np.repeat(self._x, 3, axis=1)
         self._x[self._at] = picture
         self._at += 1
 

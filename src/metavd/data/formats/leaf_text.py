@@ -17,21 +17,15 @@ import numpy as np
 
 from ..source import Source, SourceError
 from ..text import VOCABULARIES, labelled, windows
-from .files import Plan, Report, choice, open_stream, refuse
-from .leaf import MAX_SHARD, SPEECH, SPLIT, TWEET, Shards, Users, need_shards, read_shards
+from .files import MIB, Plan, Report, choice, open_stream, refuse
+from .leaf import SPEECH, SPLIT, TWEET, Shards, Users, need_shards, read_shards
 from .registry import dataset
 
 _MOODS = {0: "negative", 1: "positive", 4: "positive"}
 _TEST = 0.2
-_HEAD = 1 << 20
-"""Bytes of a shard in which a user's first row begins, after the list of users."""
 
 
-@dataset(
-    "shakespeare",
-    "speeches by role, the next of 80 characters; LEAF's JSON shards",
-    options=SPLIT,
-)
+@dataset("shakespeare", "speeches by role, the next of 80 characters; LEAF's JSON shards", options=SPLIT)
 def plan_shakespeare(root: Path | str, *, split: bool = False) -> Plan:
     """Find Shakespeare's shards."""
     return _plan("shakespeare", root, split, SPEECH, _speeches)
@@ -51,12 +45,11 @@ def plan_sent140(root: Path | str, *, split: bool = False, vocabulary: str = "wo
     choice("vocabulary", vocabulary, VOCABULARIES)
 
     def made(users: Users) -> Source:
-        y = users.labels()
         for path, user in users.rows:
-            odd = [label for label in user.y.tolist() if label not in _MOODS]
-            refuse(odd, path, f"user {user.name!r} has label {(odd or [0])[0]}, but moods are 0, and 1 or 4.")
+            odd = set(user.y.tolist()) - set(_MOODS)
+            refuse(odd, path, f"user {user.name!r} has label {min(odd, default=0)}, but moods are 0, and 1 or 4.")
         texts = [text for _, user in users.rows for text in user.x]
-        moods = [_MOODS[label] for label in y.tolist()]
+        moods = [_MOODS[label] for label in users.labels().tolist()]
         return labelled(
             texts, moods, users.names(), vocabulary=vocabulary, length=length, test=users.test, name="sent140"
         )
@@ -69,28 +62,22 @@ def _plan(name: str, root: Path | str, split: bool, kind: str, made: Callable[[U
     if _looks(shards) != kind:
         raise SourceError(f"{shards.folder}: these LEAF shards hold other rows than those of {name}.")
 
-    def read(report: Report) -> Source | None:
+    def read(report: Report) -> Source:
         users = read_shards(shards, report)
-        if users is None:
-            return None
-        for path, user in users.rows:
-            refuse(user.kind != kind, path, f"user {user.name!r} has other rows than those of {name}.")
+        path, user = users.rows[0]
+        refuse(user.kind != kind, path, f"user {user.name!r} has {user.kind}, but {name} has {kind}.")
         return made(users)
 
     return Plan(name, shards.folder, shards.files, read, keep=False)
 
 
-_FIRST = re.compile(rb'"x"\s*:\s*\[\s*(\[\s*"|"[^"]*")')
-
-
 def _looks(shards: Shards) -> str | None:
     """Return what the first row of the first shard is, by its beginning; None if it is no text."""
-    with open_stream(shards.files[0], MAX_SHARD) as stream:
-        found = _FIRST.search(stream.read(_HEAD))
-    if found is None:
+    with open_stream(shards.files[0]) as stream:
+        found = re.search(rb'"x"\s*:\s*\[\s*(\[\s*"|"[^"]*")', stream.read(MIB))
+    if found is None or re.search(rb"\.\w{3,4}\"$", found[1]):  # pixels, or the name of a picture
         return None
-    picture = re.search(rb"\.\w{3,4}\"$", found[1]) is not None
-    return TWEET if found[1].startswith(b"[") else None if picture else SPEECH
+    return TWEET if found[1].startswith(b"[") else SPEECH
 
 
 def _speeches(users: Users) -> Source:
@@ -100,5 +87,4 @@ def _speeches(users: Users) -> Source:
     if test is None:
         counts = [len(user.y) for _, user in users.rows]
         test = np.concatenate([np.arange(count) >= count - round(_TEST * count) for count in counts])
-    longest = max(map(len, before))
-    return windows(before, after, users.names(), length=longest, test=test, name="shakespeare")
+    return windows(before, after, users.names(), length=max(map(len, before)), test=test, name="shakespeare")

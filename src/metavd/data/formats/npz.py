@@ -6,8 +6,8 @@
     test | official_test | is_official_test  (n,) bool, optional
     split                                    (n,) 0 or 1, or "train" and "test", optional
 
-The arrays are read here and not by `np.load`: what their headers declare is compared with what the archive holds
-before any memory is taken, and nothing is ever unpickled. Other arrays in the file are not looked at.
+What an array's header declares is compared with what the archive holds before NumPy takes any memory for it, and
+nothing is ever unpickled. Other arrays in the file are not looked at.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..source import KINDS, Source, SourceError
-from .files import GIB, FileError, Plan, Report, choice, need_folder, open_zip, plain, source, zip_member
+from .files import FileError, Plan, choice, need_folder, open_zip, plain, refuse, source, zip_member
 from .registry import dataset
 
 KEYS = {
@@ -31,8 +32,6 @@ KEYS = {
     "test": ("test", "official_test", "is_official_test", "split"),
 }
 CHANNELS = ("auto", "first", "last")
-MAX_ARRAY = 16 * GIB
-_MAX_HEADER = 10_000
 
 
 class Content(NamedTuple):
@@ -62,17 +61,20 @@ def plan_npz(
     choice("channels", channels, CHANNELS)
     choice("kind", kind, KINDS)
     path = find_npz(need_folder(root))
-    called = name or path.stem
 
-    def read_all(_: Report) -> Source:
-        found = read(path, channels)
+    def made(found: Content) -> Source:
         as_numbers = kind == "auto" and "features" in keys(path)
         return source(
-            path, called, found.x, found.y, client=found.client, test=found.test, augment=augment,
+            path, name or path.stem, found.x, found.y, client=found.client, test=found.test, augment=augment,
             kind="numbers" if as_numbers else kind,
         )  # fmt: skip
 
-    return Plan(called, path, (path,), read_all, {"channels": channels, "augment": augment, "kind": kind})
+    return plan_of(path, name or path.stem, made, channels, augment=augment, kind=kind)
+
+
+def plan_of(path: Path, name: str, made: Callable[[Content], Source], channels: str = "auto", **options: Any) -> Plan:
+    """Plan a dataset that lies in one .npz, and is made of what that holds."""
+    return Plan(name, path, (path,), lambda _: made(read(path, channels)), {"channels": channels, **options})
 
 
 def find_npz(root: Path) -> Path:
@@ -91,89 +93,61 @@ def read(path: Path, channels: str = "auto", *, labelled: bool = True) -> Conten
     with open_zip(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         found: dict[str, np.ndarray] = {}
-        named: dict[str, str] = {}
-        for part, keys in KEYS.items():
-            present = [key for key in keys if key in members]
-            if len(present) > 1:
-                raise FileError(path, f"it holds both {present[0]!r} and {present[1]!r}, but only one can be meant.")
+        for part, names in KEYS.items():
+            present = [key for key in names if key in members]
+            refuse(len(present) > 1, path, f"it holds both {' and '.join(map(repr, present[:2]))}, but one is needed.")
             if present:
-                named[part], found[part] = present[0], _array(path, archive, members[present[0]])
+                found[part] = _array(path, archive, members[present[0]])
             elif part == "x" or (part == "y" and labelled):
                 held = ", ".join(sorted(members)[:8]) or "nothing"
-                raise FileError(path, f"it holds {held}, but it must hold {' or '.join(keys)}.")
+                raise FileError(path, f"it holds {held}, but it must hold {' or '.join(names)}.")
     y = found.get("y")
     if y is not None and y.ndim == 2 and y.shape[1] == 1:  # one column is common; two are refused by their shape
         y = y[:, 0]
-    flags = _flags(path, named["test"], found["test"]) if "test" in found else None
+    flags = _flags(path, found["test"]) if "test" in found else None
     return Content(_channels_first(path, found["x"], channels), y, found.get("client"), flags)
 
 
 def keys(path: Path) -> list[str]:
     """Return the names of the arrays in a file."""
     with open_zip(path) as archive:
-        return sorted(info.filename.removesuffix(".npy") for info in archive.infolist())
+        return sorted(name.removesuffix(".npy") for name in archive.namelist())
 
 
 def _channels_first(path: Path, x: np.ndarray, channels: str) -> np.ndarray:
     if x.ndim == 4 and channels == "auto":
         first, last = x.shape[1] in (1, 3, 4), x.shape[3] in (1, 3, 4)
-        if first == last:
-            what = f"images have shape {x.shape}, which does not tell where the channels are"
-            raise FileError(path, f"{what}; pass channels='first' or 'last'.")
+        what = f"images have shape {x.shape}, which does not tell where the channels are"
+        refuse(first == last, path, f"{what}; pass channels='first' or 'last'.")
         channels = "first" if first else "last"
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.ndim == 4 and channels == "last" else x
 
 
-def _flags(path: Path, key: str, flags: np.ndarray) -> np.ndarray:
+def _flags(path: Path, flags: np.ndarray) -> np.ndarray:
     if flags.dtype.kind not in "USiu":
         return flags  # bool, or a type that `arrays` refuses
     train, test = (0, 1) if flags.dtype.kind in "iu" else (np.asarray(word, flags.dtype) for word in ("train", "test"))
     bad = ~((flags == train) | (flags == test)).reshape(-1)
-    if bad.any():
-        value = plain(str(flags.reshape(-1)[bad.argmax()]))
-        raise FileError(path, f"row {bad.argmax()} of {key!r} is {value!r}, but it must be 0 or 1, or train or test.")
+    row = int(bad.argmax())
+    what = f"row {row} of the split is {plain(str(flags.reshape(-1)[row]))!r}, but it must be 0 or 1, or train or test."
+    refuse(bad.any(), path, what)
     return np.asarray(flags == test)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    with zip_member(path, archive, info, MAX_ARRAY) as member:
-        shape, fortran, dtype = _header(path, info, member)
-        start, count = member.tell(), math.prod(shape)
-        wanted = count * dtype.itemsize
-        if start + wanted != info.file_size:
-            raise FileError(
-                path,
-                f"{info.filename} declares shape {shape} and type {dtype}, which takes {wanted} bytes, but it holds "
-                f"{info.file_size - start}.",
-                info.header_offset,
-            )
-        array = np.empty(count, dtype)
-        # In place and in pieces: the checksum is compared at the end of the member.
-        target, at = array.view(np.uint8), 0
-        while at < wanted and (piece := member.read(min(wanted - at, 1 << 22))):
-            target[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
-        if at < wanted:
-            raise FileError(path, f"{info.filename} ends after {at} of {wanted} bytes.", info.header_offset)
-        member.read(1)
-    return array.reshape(shape, order="F" if fortran else "C")
-
-
-def _header(path: Path, info: zipfile.ZipInfo, member: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 2's headers need a second look, which is no news
-            version = np.lib.format.read_magic(member)
-            reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            shape, fortran, dtype = reader(member, max_header_size=_MAX_HEADER)
-    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
-        fault = f"{info.filename} has no readable header ({plain(error)}); save it again."
-        raise FileError(path, fault, info.header_offset) from None
-    lengths, what = tuple(int(length) for length in shape), None
-    if dtype.hasobject or dtype.kind not in "biufUS" or dtype.subdtype is not None:
-        what = f"has type {plain(str(dtype))}, but only numbers are read, and nothing pickled."
-    elif not 1 <= len(lengths) <= 4 or any(length < 1 for length in lengths) or dtype.itemsize == 0:
-        what = f"has shape {lengths}, but it must have 1 to 4 axes, none empty."
-    if what is not None:
-        raise FileError(path, f"{info.filename} {what}", info.header_offset)
-    return lengths, bool(fortran), dtype
+    """Return one array, of numbers or texts and not empty."""
+    with zip_member(path, archive, info) as member, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 2's headers need a second look, which is no news
+        old = np.lib.format.read_magic(member) == (1, 0)
+        shape, _, dtype = getattr(np.lib.format, f"read_array_header_{1 if old else 2}_0")(member)
+        start, wanted = member.tell(), math.prod(shape) * dtype.itemsize
+    what = f"{info.filename} has shape {shape} and type {plain(str(dtype))}"
+    odd = dtype.kind not in "biufUS" or dtype.subdtype is not None or not 1 <= len(shape) <= 4 or wanted == 0
+    right = "numbers in 1 to 4 axes, none empty, are read, and nothing pickled"
+    refuse(odd or min(shape) < 0, path, f"{what}, but only {right}.", info.header_offset)
+    held = f"which takes {wanted} bytes, but it holds {info.file_size - start}"
+    refuse(start + wanted != info.file_size, path, f"{what}, {held}.", info.header_offset)
+    with zip_member(path, archive, info) as member:
+        array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
+        member.read(1)  # to the end, where the checksum is compared
+    return array

@@ -14,7 +14,7 @@ import math
 import pickle
 import pickletools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,9 @@ _NAMED = frozenset("ILFKMJG\x8a\x8bSVUTCB\x8e\x96\x8cX\x8d]}ldc\x93R")
 _TUPLES = frozenset(")t\x85\x86\x87")
 _ALLOWED = _NAMED | _TUPLES | frozenset("\x80\x95.(N\x88\x89aesupqr\x94ghjb")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+_KNOWN = {("_codecs", "encode"), ("numpy", "ndarray"), ("numpy", "dtype")} | {
+    (module, word) for module in _NUMPY for word in ("_reconstruct", "scalar", "_frombuffer")
+}
 _CODES = {"u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", "b1"}
 
 
@@ -60,12 +63,12 @@ def loads(data: bytes) -> Any:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:80]
         raise PickleError(f"the pickle is damaged ({reason}); copy or fetch the file again.") from None
     if isinstance(value, dict):
-        return {key.decode("latin-1") if isinstance(key, bytes) else key: _array(held) for key, held in value.items()}
-    return _array(value)
-
-
-def _array(value: Any) -> Any:
+        return {_text(key): held.value if isinstance(held, _Array) else held for key, held in value.items()}
     return value.value if isinstance(value, _Array) else value
+
+
+def _text(word: Any) -> Any:
+    return word.decode("latin-1") if isinstance(word, bytes) else word
 
 
 # Before: what instructions there are
@@ -80,54 +83,46 @@ def _scan(data: bytes) -> None:
             at, name, arg = place or 0, code.name, given if isinstance(given, int) else 0
             put = "PUT" in name or name == "MEMOIZE"
             tuples += maker in _TUPLES and not put and name not in ("REDUCE", "BUILD")
+            wrong = ""
             if code.code not in _ALLOWED:
-                raise PickleError(f"the pickle uses {name}, which plain data does not need; do not trust it.")
-            if step >= MAX_STEPS or tuples > MAX_TUPLES:
-                raise PickleError(f"the pickle takes more than {MAX_STEPS} instructions, or {MAX_TUPLES} tuples.")
-            if abs(arg) > (MAX_STEPS if put else MAX_NUMBER) and name != "FRAME":
-                raise PickleError("the pickle holds a number that is too large for plain data; do not trust it.")
-            if "GET" in name and memo.get(arg) not in _NAMED:
-                raise PickleError("the pickle holds a tuple twice, which plain data does not; do not trust it.")
+                wrong = f"uses {name}, which plain data does not need"
+            elif step >= MAX_STEPS or tuples > MAX_TUPLES:
+                wrong = f"takes more than {MAX_STEPS} instructions, or {MAX_TUPLES} tuples"
+            elif abs(arg) > (MAX_STEPS if put else MAX_NUMBER) and name != "FRAME":
+                wrong = "holds a number that is too large for plain data"
+            elif "GET" in name and memo.get(arg) not in _NAMED:
+                wrong = "holds a tuple twice, which plain data does not"
+            if wrong:
+                raise PickleError(f"the pickle {wrong}; do not trust it.", at)
             if name == "GLOBAL":
-                known(*str(given).split(" ", 1))
+                module, word = str(given).split(" ", 1)
+                _check_known(module, word, at)
             if put:
                 memo[len(memo) if given is None else arg] = maker
             else:
                 maker = memo[arg] if "GET" in name else code.code
-    except PickleError as error:
-        raise PickleError(error.what, at) from None
+    except PickleError:
+        raise
     except ValueError:  # no instruction, or its argument is cut off
         raise PickleError("the pickle is damaged or cut off here; copy or fetch the file again.", at) from None
 
 
-# While it runs: the few names that are known
+def _check_known(module: str, word: str, at: int | None = None) -> None:
+    if (module, word) not in _KNOWN:
+        wants = f"the pickle wants to import {module[:80]}.{word[:80]}"
+        raise PickleError(f"{wants}, but only numpy arrays and plain containers are read; do not trust it.", at)
 
 
-def known(module: str, word: str) -> str:
-    """Return which of the functions below a pickle means, or refuse what it wants to import."""
-    if (module, word) == ("_codecs", "encode") or (module == "numpy" and word in ("ndarray", "dtype")):
-        return word
-    if module in _NUMPY and word in ("_reconstruct", "scalar", "_frombuffer"):
-        return word
-    raise PickleError(
-        f"the pickle wants to import {module[:80]}.{word[:80]}, but only numpy arrays and plain containers are read; "
-        "do not trust it."
-    )
+# While it runs: what the few names stand for
 
 
-class _Call:
+class _Call(NamedTuple):
     """A function that the pickle may call; it cannot be given any state."""
 
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    function: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise TypeError
 
 
 class _Type:
@@ -139,19 +134,19 @@ class _Type:
             raise PickleError(f"a pickled array has type {str(self.code)[:40]!r}, but it must hold numbers.")
 
     def __setstate__(self, state: Any) -> None:
-        self.order = _text(state[1])
+        self.order = {"<": "<", ">": ">", "|": "=", "=": "="}[_text(state[1])]
 
 
 class _Array:
     """An array, which has its content once its state came."""
 
-    def __init__(self, unpickler: _Plain) -> None:
-        self._unpickler = unpickler
+    def __init__(self, build: Callable[..., np.ndarray]) -> None:
+        self._build = build
         self.value: np.ndarray | None = None
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, raw = state
-        self.value = self._unpickler.build(kind, shape, fortran, raw)
+        self.value = self._build(kind, shape, "F" if fortran else "C", raw)
 
 
 class _Plain(pickle.Unpickler):
@@ -163,15 +158,16 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, word: str) -> _Call:
         """Return the function for a name."""
+        _check_known(module, word)
         functions: dict[str, Callable[..., Any]] = {
             "ndarray": lambda: None,  # only ever an argument of _reconstruct
-            "_reconstruct": lambda *_: _Array(self),
+            "_reconstruct": lambda *_: _Array(self._build),
             "dtype": lambda code, *_: _Type(code),
-            "scalar": lambda kind, raw: self.build(kind, (), False, raw).item(),
-            "_frombuffer": lambda raw, kind, shape, order: self.build(kind, shape, order == "F", raw),
+            "scalar": lambda kind, raw: self._build(kind, (), "C", raw).item(),
+            "_frombuffer": lambda raw, kind, shape, order: self._build(kind, shape, order, raw),
             "encode": self._encode,
         }
-        return _Call(functions[known(module, word)])
+        return _Call(functions[word])
 
     def _encode(self, text: str, encoding: str = "latin1") -> bytes:
         # Text can be encoded again and again from the memo, so what comes of it is bounded by the file's size.
@@ -182,22 +178,17 @@ class _Plain(pickle.Unpickler):
             raise TypeError(encoding)
         return text.encode("latin-1")
 
-    def build(self, kind: Any, shape: Any, fortran: Any, raw: Any) -> np.ndarray:
+    def _build(self, kind: Any, shape: Any, order: Any, raw: Any) -> np.ndarray:
         """Return the array of these bytes, if there are as many as it needs."""
         if type(kind) is not _Type or type(shape) is not tuple or len(shape) > 4:
             raise TypeError(shape)
-        if kind.order not in ("<", ">", "|", "=") or any(type(length) is not int or length < 0 for length in shape):
+        if any(type(length) is not int or length < 0 for length in shape):
             raise TypeError(shape)
-        dtype = np.dtype((kind.order if kind.order in "<>" else "=") + kind.code)
-        if isinstance(raw, str):  # bytes of Python 2 that Python 3 saved again
-            raw = self._encode(raw)
+        dtype = np.dtype(kind.order + kind.code)
+        raw = self._encode(raw) if isinstance(raw, str) else raw  # bytes of Python 2 that Python 3 saved again
         wanted, have = math.prod(shape) * dtype.itemsize, len(raw)
         if not isinstance(raw, bytes | bytearray) or have != wanted:
             raise PickleError(
                 f"a pickled array of shape {shape} and type {dtype} needs {wanted} bytes, but has {have}."
             )
-        return np.frombuffer(raw, dtype).reshape(shape, order="F" if fortran else "C")
-
-
-def _text(word: Any) -> Any:
-    return word.decode("latin-1") if isinstance(word, bytes) else word
+        return np.frombuffer(raw, dtype).reshape(shape, order="F" if order == "F" else "C")

@@ -63,10 +63,7 @@ WRITERS = {**PHOTOS, "clients": 160, "unseen": 40, "cohort": 20, "partition": "n
 
 
 def _flag(text: str) -> bool:
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError(text)
-    return words[text.lower()]
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
 
 
 def dataset(
@@ -104,11 +101,11 @@ def dataset(
 
 def info(name: str) -> Info:
     """Return what is known of a format, before anything is read."""
-    if name not in FORMATS:
-        close = difflib.get_close_matches(str(name).lower(), FORMATS, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(FORMATS))}."
-        raise SourceError("; ".join([f"There is no dataset {name!r}", hint, *FORMATS.broken]))
-    return FORMATS[name]
+    if name in FORMATS:
+        return FORMATS[name]
+    close = difflib.get_close_matches(str(name).lower(), FORMATS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(FORMATS))}."
+    raise SourceError("; ".join([f"There is no dataset {name!r}", hint, *FORMATS.broken]))
 
 
 def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +119,7 @@ def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise SourceError(f"{name} has no option {key!r}; {takes}.")
         try:
             result[key] = known[key].parse(value) if isinstance(value, str) else value
-        except ValueError:
+        except (ValueError, KeyError):
             raise SourceError(f"{name}: {key} is {value!r}, but it must be: {known[key].help}.") from None
     return result
 

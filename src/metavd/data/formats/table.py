@@ -1,6 +1,6 @@
-"""Your own table: CSV with a line of names, or Parquet.
+"""Your own rows in one file: CSV or TSV with a line of names, JSON lines, or Parquet.
 
-    age,city,diagnosis,hospital
+    age,city,diagnosis,hospital                                      {"text": "great film", "label": "good"}
     63,Leeds,benign,north
     ,York,malignant,south
 
@@ -11,62 +11,63 @@ Parquet alone.
 from __future__ import annotations
 
 import csv
-import importlib
 import io
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..source import Source, SourceError
 from ..table import Cells, table
-from .files import GIB, FileError, Plan, plain, read_text
+from .files import FileError, Plan, plain, read_bytes, read_text, reading, refuse
 from .registry import dataset
 
-MAX_FILE = 2 * GIB
-SUFFIXES = {".csv": ",", ".tsv": "\t"}
-_COLUMNS = {
-    "label": "the column with the classes; label, target, class or y if not given",
-    "client": "the column that says whose a row is; client if not given and there is one",
-    "test": "the column that says train or test; test or split if not given and there is one",
-    "drop": "columns that are not used, commas between",
-    "categories": "columns of numbers that are names, such as a postal code, commas between",
-    "name": "what the dataset is called; the file's name if not given",
-}
+JSON = (".jsonl", ".ndjson", ".json")
+SUFFIXES = (".csv", ".tsv", ".parquet", *JSON)
+CLIENT = "the column that says whose a row is; client if not given and there is one"
+TEST = "the column that says train or test; test or split if not given and there is one"
+NAME = "what the dataset is called; the file's name if not given"
 
 
-@dataset("table", "your own table: a CSV or Parquet file with columns for label and client", options=_COLUMNS)
+@dataset(
+    "table",
+    "your own table: a CSV or Parquet file with columns for label and client",
+    options={
+        "label": "the column with the classes; label, target, class or y if not given",
+        "client": CLIENT,
+        "test": TEST,
+        "drop": "columns that are not used, commas between",
+        "categories": "columns of numbers that are names, such as a postal code, commas between",
+        "name": NAME,
+    },
+)
 def plan_table(root: Path | str, *, label: str = "", client: str = "", test: str = "", drop: str = "",
                categories: str = "", name: str = "") -> Plan:  # fmt: skip
     """Find the file; it is read anew every time, because what is learnt of it depends on who trains."""
+    without, words = ([word.strip() for word in text.split(",") if word.strip()] for text in (drop, categories))
+
+    def made(cells: Cells, called: str) -> Source:
+        return table(
+            cells, label or None, client or None, test=test or None, drop=without, categories=words, name=called
+        )
+
+    return read_anew(root, name, made)
+
+
+def read_anew(root: Path | str, name: str, made: Callable[[Cells, str], Source]) -> Plan:
+    """Plan a file of which no copy is kept; every fault names the file, in place of the dataset."""
     path = need_file(root)
     called = name or path.stem
 
-    def made() -> Source:
-        return table(
-            read_cells(path), label or None, client or None, test=test or None, drop=listed(drop),
-            categories=listed(categories), name=called,
-        )  # fmt: skip
-
-    return read_anew(called, path, made)
-
-
-def read_anew(name: str, path: Path, made: Callable[[], Source]) -> Plan:
-    """Plan a file of which no copy is kept; every fault names the file, in place of the dataset."""
-
     def read(_: Any) -> Source:
         try:
-            return made()
+            return made(read_cells(path), called)
         except FileError:
             raise
         except SourceError as error:
-            raise FileError(path, str(error).removeprefix(f"{name}: ")) from None
+            raise FileError(path, str(error).removeprefix(f"{called}: ")) from None
 
-    return Plan(name, path, (path,), read, keep=False)
-
-
-def listed(text: str) -> list[str]:
-    """Split a list of columns."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return Plan(called, path, (path,), read, keep=False)
 
 
 def need_file(root: Path | str) -> Path:
@@ -80,45 +81,58 @@ def need_file(root: Path | str) -> Path:
 
 
 def read_cells(path: Path) -> Cells:
-    """Return the columns of a CSV, TSV or Parquet file."""
-    if path.suffix.lower() == ".parquet":
+    """Return the columns of a CSV, TSV, JSON-lines or Parquet file."""
+    suffix = path.suffix.lower()
+    refuse(suffix not in SUFFIXES, path, "the name must end in .csv, .tsv, .jsonl or .parquet.")
+    if suffix == ".parquet":
         return _parquet(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise FileError(path, "the name must end in .csv, .tsv or .parquet.")
-    return _csv(path, SUFFIXES[path.suffix.lower()])
+    return _json_lines(path) if suffix in JSON else _csv(path, "," if suffix == ".csv" else "\t")
 
 
-def _csv(path: Path, delimiter: str) -> Mapping[str, list[str]]:
-    text = read_text(path, MAX_FILE, "utf-8-sig")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+def _csv(path: Path, delimiter: str) -> Cells:
+    reader = csv.reader(io.StringIO(read_text(path, "utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
     lines: list[list[str]] = []
     try:
-        for line in reader:
-            if line:
-                lines.append(line)
-                if len(line) != len(lines[0]):
-                    what = f"line {reader.line_num} has {len(line)} cells, but the first line names {len(lines[0])}"
-                    raise FileError(path, f"{what} columns.")
+        for line in filter(None, reader):
+            lines.append(line)
+            if len(line) != len(lines[0]):
+                what = f"line {reader.line_num} has {len(line)} cells, but the first line names {len(lines[0])}"
+                raise FileError(path, f"{what} columns.")
     except csv.Error as error:
         raise FileError(path, f"line {reader.line_num} is no CSV ({plain(error)}).") from None
-    if len(lines) < 2:
-        what = "the file is empty" if not lines else "the file names columns, but has no row"
-        raise FileError(path, f"{what}; it must have a line of names and one for each row.")
+    refuse(not lines, path, "the file is empty; it must have a line of names and one for each row.")
+    refuse(len(lines) < 2, path, "the file names columns, but has no row; it must have a line for each.")
     names = [name.strip() for name in lines[0]]
-    if len(set(names)) < len(names) or "" in names:
-        raise FileError(path, "the first line must name every column, each with a name of its own.")
+    odd = len(set(names)) < len(names) or "" in names
+    refuse(odd, path, "the first line must name every column, each with a name of its own.")
     return dict(zip(names, (list(column) for column in zip(*lines[1:], strict=True)), strict=True))
+
+
+def _json_lines(path: Path) -> Cells:
+    columns: dict[str, list[Any]] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise FileError(path, f"line {number} is no JSON ({plain(error)}); each line must be one object.") from None
+        if not isinstance(row, dict) or not row or (columns and row.keys() != columns.keys()):
+            keys = f"the keys {', '.join(columns)} as the first line does" if columns else "an object with a text"
+            raise FileError(path, f"line {number} must hold {keys}.")
+        for key, value in row.items():
+            columns.setdefault(key, []).append(value)
+    refuse(not columns, path, "the file is empty; it must have one JSON object per line.")
+    return columns
 
 
 def _parquet(path: Path) -> Cells:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")
+        from pyarrow import parquet  # noqa: PLC0415
     except ImportError:
         raise SourceError(
             "a .parquet file needs the package pyarrow; install it with pip install 'metavd[parquet]'."
         ) from None
-    try:
+    with reading(path):
         found: Cells = parquet.read_table(path).to_pydict()
-    except Exception as error:  # pyarrow raises kinds of its own
-        raise FileError(path, f"this is no readable Parquet file ({plain(error)}).") from None
     return found
