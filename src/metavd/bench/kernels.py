@@ -229,7 +229,7 @@ def _number(pattern: str, said: str) -> int:
 def _given(launch: Launch, signature: Mapping[str, Any]) -> str:
     """Write types and constants of a launch in a line."""
     types = [kind for name, kind in signature.items() if name not in launch.constants]
-    short = [f"({len(kind)} x {kind[0]})" if isinstance(kind, tuple) else kind for kind in types]
+    short = [f"({len(kind)} x {'/'.join(dict.fromkeys(kind))})" if isinstance(kind, tuple) else kind for kind in types]
     return " ".join([*short, *(f"{name}={value}" for name, value in launch.constants.items())])
 
 
