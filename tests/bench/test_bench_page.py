@@ -201,3 +201,27 @@ def test_how_runs_grow_stands_beside_older_figures(tmp_path):
     assert "| fedper | 1,000,000 | iid | failed |" in text
     assert "On another. Measured at commit cafe." in text
     assert "| fedavg | 4 | vmap | 1.0 (0.5) |" in text
+
+
+def test_a_gpu_has_its_own_large_cohorts(tmp_path):
+    """The device's memory stands beside the host's, and the text says what was measured there."""
+    failed = asdict(Point("fedavg", 10**4, device="cuda", part=0)) | {"machine": "a gpu", "error": "no"}
+    pieces = {"large": [point("a gpu", device="cuda", cohort=10_000, cuda_mb=5000.0), failed]}
+    (tmp_path / "bench-cuda.json").write_text(json.dumps(found("cuda", scale=pieces)))
+    write_page(tmp_path / "page.md", tmp_path)
+    text = (tmp_path / "page.md").read_text()
+    assert "the paper's network (64 filters)" in text
+    assert "| fedavg | 10,000 | 512 | 1.0 (0.5) | 30 (20) | 0.10 (0.05) | 400 | 5,000 |" in text
+    assert "| fedavg | 10 | all | failed |  |  |  |  |" in text
+
+
+def test_a_workload_beside_a_load_stands_beside_the_other(tmp_path):
+    """Law: neither takes the other's place, and the heading says which is which."""
+    quiet = found("cpu")
+    (work,) = quiet["workloads"]
+    both = merged(quiet, {**quiet, "workloads": [{**work, "load": 2}]})
+    assert [each.get("load") for each in both["workloads"]] == [None, 2]
+    assert len(merged(both, quiet)["workloads"]) == 2
+    (tmp_path / "bench-cpu.json").write_text(json.dumps(both))
+    write_page(tmp_path / "page.md", tmp_path)
+    assert "### tiny, the median round beside 2 busy loops" in (tmp_path / "page.md").read_text()

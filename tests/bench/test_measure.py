@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -332,7 +334,7 @@ def test_starts_are_the_best_of_five(monkeypatch):
 def test_how_runs_grow_is_measured_in_processes_of_their_own(monkeypatch):
     """A point is a process, or torchrun's; one that fails is told by its last line and stops nobody."""
     few = (Point("fedavg", 20, cohort=3, rounds=2, tested=2), Point("fedavgg", 20))
-    monkeypatch.setitem(scale.KINDS, "many", few)
+    monkeypatch.setitem(scale.KINDS["cpu"], "many", few)
     notes: list[str] = []
     found = bench("cpu", only=["many"], note=notes.append)["scale"]["many"]
     assert notes == [f"  many: {told(each)}" for each in few]
@@ -343,7 +345,42 @@ def test_how_runs_grow_is_measured_in_processes_of_their_own(monkeypatch):
 
 def test_what_grows_is_what_the_issue_of_scale_asks():
     """10^2 to 10^6 clients, 10 to 10^4 a round, 1, 2 and 4 ranks."""
-    clients = {each.clients for each in scale.KINDS["many"]}
+    clients = {each.clients for each in scale.KINDS["cpu"]["many"]}
     assert clients == {10**power for power in range(2, 7)}
-    assert {each.cohort for each in scale.KINDS["large"] if each.part} == {10, 100, 1_000, 10_000}
-    assert [each.ranks for each in scale.KINDS["ranks"]] == [1, 2, 4]
+    for kinds in scale.KINDS.values():
+        assert {each.cohort for each in kinds["large"] if each.part} == {10, 100, 1_000, 10_000}
+    assert [each.ranks for each in scale.KINDS["cpu"]["ranks"]] == [1, 2, 4]
+    on_gpu = scale.points("large", "cuda", quick=False)
+    assert {(each.device, each.model, each.width, each.shape) for each in on_gpu} == {("cuda", "cnn", 64, (3, 32, 32))}
+
+
+def test_a_large_cohort_of_small_images_is_measured():
+    """The points of a GPU, narrow and on a CPU: parts, the padding of a batch, all seconds."""
+    wide = scale.points("large", "cuda", quick=False)[0]
+    point = replace(wide, device="cpu", clients=12, cohort=8, part=3, width=4, shape=(3, 8, 8), rounds=2, tested=2)
+    found = scale.measured(point)
+    assert found["round_s"] > 0
+    assert found["first_s"] > 0
+    assert "cuda_mb" not in found
+    assert str(scale._source(replace(point, device="cuda")).x.dtype) == "uint8"
+
+
+def test_beside_a_load_the_median_counts(monkeypatch):
+    """Busy loops run while variants are measured, and end with them; what is no workload is refused beside them."""
+    running = []
+
+    def busy_now(*_: object) -> dict[str, Any]:
+        running.append(len(measure._family(os.getpid())) - 1)
+        return {"seconds": [3.0, 1.0, 2.0], "start_s": 1.0, "memory_mb": 1.0}
+
+    monkeypatch.setattr(measure, "call", busy_now)
+    chosen = measure.variants("cpu", {})[:2]
+    found = measure.compared(TINY, "cpu", chosen, {"float32": 1e12}, lambda _: None, quick=True, load=2)
+    before = len(measure._family(os.getpid())) - 1
+    assert set(running) == {before + 2}
+    assert found["load"] == 2
+    assert {each["round_s"] for each in found["variants"]} == {2.0}
+    with pytest.raises(
+        UserError, match="beside a load only workloads are measured; name some with --only: cifar, tiny"
+    ):
+        bench("cpu", only=["tiny", "start"], load=2)

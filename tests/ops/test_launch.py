@@ -30,11 +30,11 @@ def test_a_rehearsal_notes_every_kernel_and_launches_none(
     params = {name: value.expand(C, *value.shape) for name, value in model.init(rng.key(0, DEVICE)).items()}
     x, y = normal(C, B, 3, 8, 8), torch.arange(B, device=DEVICE).expand(C, B)
     compiled, launched, labels = [], [], []
-    monkeypatch.setattr(launch.Kernel, "_compile", lambda self, *_: compiled.append(self._jit.__name__))
+    monkeypatch.setattr(launch, "_bring", lambda noted: compiled.extend(each.kernel.jit.__name__ for each in noted))
     plain = launch.Kernel.__getitem__
 
     def noting(self: launch.Kernel, grid: tuple[int, ...]) -> Callable[..., None]:
-        launched.append(self._jit.__name__)
+        launched.append(self.jit.__name__)
         return plain(self, grid)
 
     def loss(own: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

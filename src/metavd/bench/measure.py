@@ -218,11 +218,13 @@ def pace(work: Workload, *, quick: bool) -> Pace:
     return Pace(1, min(rounds, 10), 4.0) if quick else Pace(3, rounds, 12.0)
 
 
-def figures(order: Order, repetitions: Sequence[Mapping[str, Any]], peaks: Mapping[str, float]) -> dict[str, Any]:
+def figures(
+    order: Order, repetitions: Sequence[Mapping[str, Any]], peaks: Mapping[str, float], *, load: int = 0
+) -> dict[str, Any]:
     """Sum up what repetitions took: one round, and what follows from it.
 
     That is the fastest where rounds are alike, since others on a machine only ever make one slower, and the mean where
-    they are not.
+    they are not; beside a load, which is what is measured then, it is the median.
     """
     broken = next((each["error"] for each in repetitions if "error" in each), None)
     if broken is not None:
@@ -230,7 +232,7 @@ def figures(order: Order, repetitions: Sequence[Mapping[str, Any]], peaks: Mappi
     seconds = [second for each in repetitions for second in each["seconds"]]
     images = [count for each in repetitions for count in order.images()[: len(each["seconds"])]]
     alike = len(set(images)) == 1
-    took = min(seconds) if alike else statistics.mean(seconds)
+    took = (statistics.median if load else min)(seconds) if alike else statistics.mean(seconds)
     speed = statistics.mean(images) / took
     flops = training_flops(order.work) * speed
     found = {
@@ -258,10 +260,26 @@ def order_of(work: Workload, device: str, how: Pace) -> Order:
     return Order(work, device, sizes, cohorts, how.first, how.warm_up, how.rounds, how.budget)
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep so many cores busy meanwhile, as somebody else's programs would."""
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in loops:
+            each.kill()
+            each.wait()
+
+
 def compared(
-    work: Workload, device: str, chosen: Sequence[Variant], peaks: Mapping[str, float], note: Note, *, quick: bool
-) -> dict[str, Any]:
-    """Measure all variants on a workload, in turn, and relate them to ours; a close race goes on for longer."""
+    work: Workload, device: str, chosen: Sequence[Variant], peaks: Mapping[str, float], note: Note, *, quick: bool,
+    load: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure all variants on a workload, in turn, and relate them to ours; a close race goes on for longer.
+
+    `load` is how many busy loops run beside them.
+    """
     how = pace(work, quick=quick)
     order = order_of(work, device, how)
     answers: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in chosen}
@@ -273,17 +291,19 @@ def compared(
                     continue
                 note(f"  {work.name}, {turn + 1} of {turns}: {variant.name}")
                 answers[variant.name].append(call(variant, order))
-        return {name: figures(order, each, peaks) for name, each in answers.items()}
+        return {name: figures(order, each, peaks, load=load) for name, each in answers.items()}
 
-    found = with_ratios(take(how.repetitions, chosen))
-    close = [each for each in chosen if found[each.name].get("against_ours", math.inf) < _CLOSE]
-    if len(close) > 1 and how.repetitions > 1:
-        found = with_ratios(take(_MORE * how.repetitions, close))
+    with busy(load):
+        found = with_ratios(take(how.repetitions, chosen))
+        close = [each for each in chosen if found[each.name].get("against_ours", math.inf) < _CLOSE]
+        if len(close) > 1 and how.repetitions > 1:
+            found = with_ratios(take(_MORE * how.repetitions, close))
     for name, each in found.items():
         if "error" in each:
             note(f"  {work.name}: {name} failed: {each['error']}")
     return {
         "name": work.name,
+        **({"load": load} if load else {}),
         "workload": asdict(work),
         "images": statistics.median(order.images()),
         "flops_image": training_flops(work),
@@ -368,6 +388,20 @@ def starts(note: Note, *, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
+def _wanted(device: str, only: Sequence[str], root: str | None, load: int) -> set[str]:
+    """Return the parts that are to be measured, or say what is wrong with them."""
+    works = [work.name for work in WORKLOADS[device]]
+    parts = [*works, *CURVES, *scale.KINDS[device], WHOLE if device == "cuda" else START]
+    unknown = sorted(set(only) - set(parts))
+    if unknown:
+        raise UserError(f"there is no part {unknown[0]!r} on {device}; choose from {', '.join(parts)}")
+    if WHOLE in only and root is None:
+        raise UserError("whole runs are of CIFAR-10, but no --root names the folder of its files")
+    if load and (not only or not set(only) <= set(works)):
+        raise UserError(f"beside a load only workloads are measured; name some with --only: {', '.join(works)}")
+    return set(only) or {*parts} - ({WHOLE} if root is None else set())
+
+
 def bench(
     device: str,
     *,
@@ -377,28 +411,24 @@ def bench(
     flower: str | None = None,
     pfl: str | None = None,
     root: str | None = None,
+    load: int = 0,
     command: str = "",
     note: Note = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure workloads, curves, whole runs and starts on a device; return everything as plain values.
 
-    `keep` is given what there is after every piece, so that who stops early keeps something.
+    `keep` is given what there is after every piece, so that who stops early keeps something. Beside a `load` of busy
+    loops workloads alone are measured.
     """
     works = {work.name: work for work in WORKLOADS[device]}
-    parts = [*works, *CURVES, *([WHOLE] if device == "cuda" else [*scale.KINDS, START])]
-    unknown = sorted(set(only) - set(parts))
-    if unknown:
-        raise UserError(f"there is no part {unknown[0]!r} on {device}; choose from {', '.join(parts)}")
-    if WHOLE in only and root is None:
-        raise UserError("whole runs are of CIFAR-10, but no --root names the folder of its files")
+    wanted = _wanted(device, only, root, load)
     with_settings(Experiment(method="fedavg"), settings or {})
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch finds no CUDA GPU here; use --device cpu")
     chosen = variants(device, settings or {}, flower, pfl)
-    wanted = set(only) or {*parts} - ({WHOLE} if root is None else set())
     peaks: dict[str, float] = {}
-    if wanted - {START, *scale.KINDS}:
+    if wanted - {START, *scale.KINDS[device]}:
         note("  matrix products")
         answer = subprocess.run(
             [sys.executable, "-m", "metavd.bench.peak", device], check=True, capture_output=True, text=True
@@ -423,15 +453,15 @@ def bench(
         keep(found)
     for name, work in works.items():
         if name in wanted:
-            found["workloads"].append(compared(work, device, chosen, peaks, note, quick=quick))
+            found["workloads"].append(compared(work, device, chosen, peaks, note, quick=quick, load=load))
             keep(found)
     for name in CURVES:
         if name in wanted:
             found["curves"][name] = scaled(name, device, chosen[0], peaks, note, quick=quick)
             keep(found)
-    for name in scale.KINDS:
+    for name in scale.KINDS[device]:
         if name in wanted:
-            found["scale"][name] = scale.scaled(name, note, quick=quick)
+            found["scale"][name] = scale.scaled(name, device, note, quick=quick)
             keep(found)
     for each in whole_runs(root, note, quick=quick) if root and WHOLE in wanted else ():
         found["whole"].append(each)

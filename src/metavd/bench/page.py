@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ..container import write_atomic
 from ..errors import UserError
 from ..report.pictures import RIGHT, logarithmic, looking_alike
-from .scale import KINDS, LARGE, MANY, RANKS
+from .scale import LARGE, MANY, RANKS
 from .workload import CURVES
 
 DEVICES = ("cpu", "cuda")
@@ -49,6 +49,13 @@ def shown_seconds(value: float) -> str:
     ('0.00982', '1.62', '123')
     """
     return f"{value:#.3g}".rstrip(".")
+
+
+def title(workload: Mapping[str, Any]) -> str:
+    """Name a workload, and the load beside which it was measured; the median round counts there."""
+    load = workload.get("load", 0)
+    beside = f", the median round beside {load} busy loop{'s' if load > 1 else ''}" if load else ""
+    return f"{workload['name']}{beside}"
 
 
 def table(workload: Mapping[str, Any]) -> list[list[str]]:
@@ -118,6 +125,11 @@ _SCALE_TEXT = {
     "thread per rank; memory is that of the largest rank. Ranks can be faster up to the number of cores; more of them "
     "only show what they cost.",
 }
+_SCALE_TEXT_GPU = {
+    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation.",
+    LARGE: "10,000 clients with ten images of 3x32x32 each, of which eight are trained on, 5 steps a round of "
+    "the paper's network (64 filters). Answers are added up in parts of so many clients; *all* holds the whole cohort.",
+}
 
 
 _BRACKETS = "In brackets the time that the process had a core, which a busy machine stretches less."
@@ -131,23 +143,27 @@ def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]
                 lambda p: [p["method"], f"{p['cohort']:,}", f"{p['part']:,}" if p["part"] else "all"]),
         RANKS: (["method", "ranks", "backend"], lambda p: [p["method"], f"{p['ranks']}", p.get("backend", "")]),
     }[kind]  # fmt: skip
-    rows = [[*first[0], "start s", "ms a round", "evaluation s", "memory MB"]]
+    gpu = ["GPU memory MB"] if any("cuda_mb" in each for each in points) else []
+    rows = [[*first[0], "start s", "ms a round", "evaluation s", "memory MB", *gpu]]
     both = "{:.1f} ({:.1f})", "{:.0f} ({:.0f})", "{:.2f} ({:.2f})"
     for each in points:
         if "error" in each:
-            rows.append([*first[1](each), "failed", "", "", ""])
+            rows.append([*first[1](each), "failed", "", "", "", *("" for _ in gpu)])
             continue
         times = (
             text.format(scale * each[f"{name}_s"], scale * each[f"{name}_cpu_s"])
             for text, name, scale in zip(both, ("start", "round", "evaluation"), (1, 1000, 1), strict=True)
         )
-        rows.append([*first[1](each), *times, f"{each['memory_mb']:,.0f}"])
+        rows.append(
+            [*first[1](each), *times, *(f"{each[name]:,.0f}" for name in ("memory_mb", "cuda_mb") if name in each)]
+        )
     return rows
 
 
 def _scale_part(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> list[str]:
     machines = " and ".join(sorted({each["machine"] for each in points}))
-    text = f"{_SCALE_TEXT[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
+    about = _SCALE_TEXT_GPU if points[0].get("device") == "cuda" else _SCALE_TEXT
+    text = f"{about[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
     failed = [f"\n{each['method']} failed: {each['error']}" for each in points if "error" in each]
     return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", _markdown(scale_rows(kind, points)), *failed]
 
@@ -231,7 +247,7 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
         about = _ABOUT[workload["name"]]
         lines += [
             "",
-            f"### {workload['name']}",
+            f"### {title(workload)}",
             "",
             f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.{_of([workload], found['commit'])}",
             "",
@@ -245,7 +261,7 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
         times = ", ".join(f"`{each['command']}` {each['seconds']:.2f} s" for each in found["starts"])
         text = f"Until a command has answered, best of five, on {found['starts'][0]['machine']}: {times}."
         lines += ["", "### Start", "", text + _of(found["starts"], found["commit"])]
-    for kind in KINDS:
+    for kind in (MANY, LARGE, RANKS):
         if found["scale"].get(kind):
             lines += _scale_part(kind, found["scale"][kind], found["commit"])
     for name, points in found["curves"].items():
@@ -288,7 +304,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **new,
         "command": "\n".join(commands),
-        "workloads": _replaced(old["workloads"], new["workloads"], "name"),
+        "workloads": _replaced(old["workloads"], new["workloads"], "name", "load"),
         "curves": {**old["curves"], **new["curves"]},
         "whole": _replaced(old["whole"], new["whole"], "method", "at_once"),
         "starts": new["starts"] or old["starts"],
@@ -311,8 +327,8 @@ def _marked(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replaced(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *keys: str) -> list[Any]:
     """Put new pieces in the places of their like, and others behind."""
-    fresh = {tuple(each[key] for key in keys): each for each in new}
-    kept = [fresh.pop(tuple(each[key] for key in keys), each) for each in old]
+    fresh = {tuple(each.get(key) for key in keys): each for each in new}
+    kept = [fresh.pop(tuple(each.get(key) for key in keys), each) for each in old]
     return [*kept, *fresh.values()]
 
 

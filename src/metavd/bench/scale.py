@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..runs.provenance import provenance
+
+if TYPE_CHECKING:
+    from ..data.source import Source
 
 _LIMIT = 900.0
 """Seconds after which a process has failed."""
@@ -41,44 +44,55 @@ class Point:
     shape: tuple[int, ...] = (8,)
     rounds: int = 12
     tested: int = 100
+    device: str = "cpu"
 
 
 MANY, LARGE, RANKS = "many", "large", "ranks"
 _LARGE = Point("fedavg", 20_000, width=256, rounds=3, tested=10)
 _RANKS = Point("reptile+metavd", 100, cohort=32, model="cnn", width=16, shape=(3, 32, 32), rounds=6, tested=10)
-KINDS: dict[str, tuple[Point, ...]] = {
-    MANY: (
-        *(
-            Point(method, 10**power)
-            for power in range(2, 7)
-            for method in ("fedavg", "reptile+metavd", "fedper")
+_ON_GPU = Point("fedavg", 10_000, model="cnn", width=64, shape=(3, 32, 32), rounds=4, tested=10, device="cuda")
+KINDS: dict[str, dict[str, tuple[Point, ...]]] = {
+    "cpu": {
+        MANY: (
+            *(
+                Point(method, 10**power)
+                for power in range(2, 7)
+                for method in ("fedavg", "reptile+metavd", "fedper")
+            ),
+            *(Point("reptile+metavd", 10**6, partition=partition) for partition in ("dirichlet:10", "natural")),
         ),
-        *(Point("reptile+metavd", 10**6, partition=partition) for partition in ("dirichlet:10", "natural")),
-    ),
-    LARGE: (
-        *(replace(_LARGE, cohort=10**power) for power in range(1, 5)),
-        *(replace(_LARGE, cohort=cohort, part=0) for cohort in (1_000, 3_000)),
-    ),
-    RANKS: tuple(replace(_RANKS, ranks=ranks) for ranks in (1, 2, 4)),
+        LARGE: (
+            *(replace(_LARGE, cohort=10**power) for power in range(1, 5)),
+            *(replace(_LARGE, cohort=cohort, part=0) for cohort in (1_000, 3_000)),
+        ),
+        RANKS: tuple(replace(_RANKS, ranks=ranks) for ranks in (1, 2, 4)),
+    },
+    "cuda": {
+        MANY: tuple(Point("reptile+metavd", 10**power, device="cuda") for power in (2, 4, 6)),
+        LARGE: (
+            *(replace(_ON_GPU, cohort=10**power) for power in range(1, 5)),
+            replace(_ON_GPU, cohort=1_000, part=0),
+        ),
+    },
 }  # fmt: skip
-"""What is varied, and the points of it."""
+"""What is varied on a device, and the points of it."""
 
 
-def points(kind: str, *, quick: bool) -> Sequence[Point]:
-    """Return the points of what is varied; of a quick look the first three.
+def points(kind: str, device: str = "cpu", *, quick: bool) -> Sequence[Point]:
+    """Return the points of what is varied on a device; of a quick look the first three.
 
     >>> [each.ranks for each in points("ranks", quick=False)]
     [1, 2, 4]
     """
-    return KINDS[kind][: 3 if quick else None]
+    return KINDS[device][kind][: 3 if quick else None]
 
 
-def scaled(kind: str, note: Callable[[str], None], *, quick: bool) -> list[dict[str, Any]]:
-    """Measure the points of what is varied, one after another; each says on which machine."""
+def scaled(kind: str, device: str, note: Callable[[str], None], *, quick: bool) -> list[dict[str, Any]]:
+    """Measure the points of what is varied on a device, one after another; each says on which machine."""
     found = []
-    for point in points(kind, quick=quick):
+    for point in points(kind, device, quick=quick):
         note(f"  {kind}: {told(point)}")
-        found.append({**asdict(point), **_called(point), "machine": provenance("cpu")["machine"]})
+        found.append({**asdict(point), **_called(point), "machine": provenance(point.device)["machine"]})
     return found
 
 
@@ -107,33 +121,46 @@ def _called(point: Point) -> dict[str, Any]:
     return answer
 
 
+def _source(point: Point) -> Source:
+    """Return the point's rows; images for a GPU are stored as bytes, as those of a dataset are."""
+    import numpy as np  # noqa: PLC0415 (whoever only asks for the points need not wait)
+
+    from ..data.source import arrays  # noqa: PLC0415
+
+    rows = 10 * point.clients
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 4, rows)
+    if point.device == "cpu":
+        x = draw.standard_normal((rows, *point.shape), np.float32)
+        x.reshape(rows, -1)[np.arange(rows), y] += 1.0
+    else:
+        x = draw.integers(0, 256, (rows, *point.shape), np.uint8)
+    owner = np.arange(rows) // 10 if point.partition == "natural" else None
+    return arrays(x, y, client=owner, name="random")
+
+
 def measured(point: Point) -> dict[str, Any]:
     """Take a point's rounds in this process; return seconds and memory, of several ranks the largest memory.
 
     Start: from the rows in memory to the first round, so partition, network and the first state. A round is the median
     of those after the first quarter, which pays for what is made once.
     """
-    import numpy as np  # noqa: PLC0415 (whoever only asks for the points need not wait)
+    import torch  # noqa: PLC0415
 
-    from ..data.source import arrays  # noqa: PLC0415
     from ..engine.ranks import joined  # noqa: PLC0415
     from ..runs.evaluation import evaluate  # noqa: PLC0415
     from ..runs.run import rounds_of  # noqa: PLC0415
     from ..runs.settings import Experiment  # noqa: PLC0415
     from ..runs.setup import prepare, start, using  # noqa: PLC0415
 
-    rows, ranks = 10 * point.clients, joined(Experiment().rank_wait)
-    draw = np.random.default_rng(0)
-    y = draw.integers(0, 4, rows)
-    x = draw.standard_normal((rows, *point.shape), np.float32)
-    x.reshape(rows, -1)[np.arange(rows), y] += 1.0
-    owner = np.arange(rows) // 10 if point.partition == "natural" else None
-    source = arrays(x, y, client=owner, name="random")
+    ranks, source = joined(Experiment().rank_wait), _source(point)
     began = _clocks()
+    # A GPU computes the padding of a batch, too, and nobody trains ten rows in batches of 64.
+    options = {"batch": 8} if point.device != "cpu" else {}
     e = Experiment(
         method=point.method, clients=point.clients, unseen=0, cohort=point.cohort, rounds=point.rounds,
         partition=point.partition, test_rows="uniform", model=point.model, width=point.width, part=point.part,
-        eval_clients=point.tested, final_clients=point.tested, device="cpu",
+        eval_clients=point.tested, final_clients=point.tested, device=point.device, options=options,
     )  # fmt: skip
     setup = prepare(e, source, ranks=ranks)
     with using(setup):
@@ -149,9 +176,10 @@ def measured(point: Point) -> dict[str, Any]:
         tuple(b - a for a, b in zip(*pair, strict=True)) for pair in ((began, marks[0]), (marks[-1], tested))
     )
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {
+    found = {
         "start_s": start_s,
         "start_cpu_s": start_cpu,
+        "first_s": marks[1][0] - marks[0][0],
         "round_s": statistics.median(wall for wall, _ in each),
         "round_cpu_s": statistics.median(cpu for _, cpu in each),
         "evaluation_s": test_s,
@@ -159,6 +187,9 @@ def measured(point: Point) -> dict[str, Any]:
         "memory_mb": memory if ranks is None else max(ranks.all(memory)),
         "backend": setup.experiment.backend,
     }
+    if point.device == "cuda":
+        found["cuda_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return found
 
 
 def _clocks() -> tuple[float, float]:

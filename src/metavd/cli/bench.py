@@ -35,8 +35,8 @@ def _shown(arguments: list[str]) -> str:
 
 @click.command("bench")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
-@click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width; on cpu also many, "
-              "large, ranks, start; on cuda paper, paper100, whole.")  # fmt: skip
+@click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width, many, "
+              "large; on cpu also ranks, start; on cuda paper, paper100, whole.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
 @click.option("--json", "place", type=FILE, metavar="FILE",
@@ -46,17 +46,19 @@ def _shown(arguments: list[str]) -> str:
 @click.option("--render", is_flag=True, help="Measure nothing; write the page from the figures that are stored.")
 @click.option("--flower-python", metavar="PATH", help="An interpreter that has flwr[simulation] and torch.")
 @click.option("--pfl-python", metavar="PATH", help="An interpreter that has pfl and torch.")
+@click.option("--load", type=click.IntRange(0, 64), default=0, metavar="N",
+              help="Measure workloads beside N busy loops; the median round counts.")  # fmt: skip
 @click.option("--root", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="Folder with CIFAR-10's files, for whole runs on a GPU.")  # fmt: skip
 def bench_command(
     *, device: str, only: str | None, quick: bool, pairs: tuple[str, ...], place: str | None, page: str | None,
-    render: bool, flower_python: str | None, pfl_python: str | None, root: str | None,
+    render: bool, flower_python: str | None, pfl_python: str | None, load: int, root: str | None,
 ) -> None:  # fmt: skip
     """Measure the engine beside the loops that people write, Flower and pfl.
 
     Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
-    clients and the network; on a CPU also up to a million clients, 10,000 a round and four processes. Close everything
-    else first: the machine is used whole.
+    clients and the network, up to a million clients and 10,000 a round; on a CPU also with four processes. Close
+    everything else first: the machine is used whole.
     """
     used = later.studies_side.device_of(device)
     store = Path(place) if place else (Path(_STORE) / f"bench-{used}.json" if page or render else None)
@@ -78,6 +80,7 @@ def bench_command(
         flower=flower_python,
         pfl=pfl_python,
         root=root,
+        load=load,
         command=_shown(sys.argv[1:]),
         note=reporter.note,
         keep=partial(later.bench_page.store_figures, store) if store else lambda _: None,
@@ -94,7 +97,7 @@ def _print(found: Mapping[str, Any]) -> None:
     """Print what was measured."""
     for workload in found["workloads"]:
         heading, *rows = later.bench_page.table(workload)
-        print_table(heading, rows, title=workload["name"], numbers=1)
+        print_table(heading, rows, title=later.bench_page.title(workload), numbers=1)
     for name, points in found["curves"].items():
         for point in points:
             line = f"{point['round_s']:.4g} s, {point['memory_mb']:,.0f} MB" if "round_s" in point else point["error"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import stdtrit
 
 _CELLS = 1_000_000
 """Size of the largest array that `resampled` makes: its memory does not grow with the number of clients."""
@@ -31,6 +30,8 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     count = len(array)
     if count == 1:
         return float(array[0]), None
+    from scipy.special import stdtrit  # noqa: PLC0415 (no round needs it, and a run begins sooner)
+
     half = stdtrit(count - 1, (1 + level) / 2) * array.std(ddof=1) / np.sqrt(count)
     return float(array.mean()), float(half)
 
@@ -91,7 +92,7 @@ def signed_rank(differences: np.ndarray) -> float:
 
     Those of 0 say nothing; where all are, p is 1.
     """
-    from scipy.stats import wilcoxon  # noqa: PLC0415 (half a second, and every run imports this module)
+    from scipy.stats import wilcoxon  # noqa: PLC0415 (half a second, which no run needs before its first round)
 
     told = differences[differences != 0]
     return float(wilcoxon(told).pvalue) if len(told) else 1.0

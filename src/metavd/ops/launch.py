@@ -10,34 +10,40 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_Calls = dict[int, list[Callable[[], Any]]]
-_noted: list[_Calls] = []
+
+class Launch(NamedTuple):
+    """A launch that was noted and did not take place."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def compiled(self) -> Any:
+        """Compile what would be launched; return Triton's kernel."""
+        return self.kernel.jit.warmup(*self.arguments, grid=self.grid, **self.constants)
+
+
+_noted: list[list[Launch]] = []
 
 
 class Kernel:
     """A Triton kernel; `kernel[grid](*arguments)` launches it."""
 
     def __init__(self, function: Callable[..., None], **how: Any) -> None:
-        self._jit = triton.jit(function, **how)
+        self.jit = triton.jit(function, **how)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if not _noted:
-            return self._jit[grid]
-        return lambda *arguments, **constants: (
-            _noted[-1].setdefault(id(self), []).append(partial(self._compile, grid, arguments, constants))
-        )
-
-    def _compile(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        made = self._jit.warmup(*arguments, grid=grid, **constants)
-        getattr(made, "run", None)  # brings what launches it
+            return self.jit[grid]
+        return lambda *arguments, **constants: _noted[-1].append(Launch(self, grid, arguments, constants))
 
 
 def kernel(**how: Any) -> Callable[[Callable[..., None]], Kernel]:
@@ -58,20 +64,29 @@ class _Zeros(TorchFunctionMode):
 
 
 @contextmanager
-def _noting() -> Iterator[_Calls]:
-    calls: _Calls = {}
-    _noted.append(calls)
+def noting() -> Iterator[list[Launch]]:
+    """Note what is launched within, and launch nothing; what is computed there is nonsense."""
+    launches: list[Launch] = []
+    _noted.append(launches)
     try:
         with _Zeros():
-            yield calls
+            yield launches
     finally:
         _noted.pop()
 
 
 def rehearse(function: Callable[[], Any]) -> None:
     """Compile what a function launches. What it computes is nonsense, and the caller's to undo."""
-    with _noting() as calls:
+    with noting() as launches:
         function()
+    variants: dict[int, list[Launch]] = {}
+    for launch in launches:
+        variants.setdefault(id(launch.kernel), []).append(launch)
     # One kernel's variants in turn: the second call of a kind finds the first one's.
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        list(workers.map(lambda variants: [compile() for compile in variants], calls.values()))
+        list(workers.map(_bring, variants.values()))
+
+
+def _bring(launches: list[Launch]) -> None:
+    for launch in launches:
+        getattr(launch.compiled(), "run", None)  # brings what launches it

@@ -69,7 +69,9 @@ def _cross_entropy_slope(
 
 def _tile(K: int) -> dict[str, int]:
     columns = triton.next_power_of_2(K)
-    return {"ROWS": max(1, min(_ROWS, 8192 // columns)), "COLUMNS": columns}
+    rows = max(1, min(_ROWS, 8192 // columns))
+    # Of a full tile four warps would hold more than fits their registers.
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": 8 if rows * columns > 4096 else 4}
 
 
 def cross_entropy(logits: Tensor, y: Tensor, mask: Tensor) -> Tensor:
