@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..tree import Params
 from .posterior import Posterior, per_weight
 from .rules.coordinates import weighted_median
@@ -42,8 +43,8 @@ def lower_median(weight: Tensor) -> Tensor:
 
 def _precisions(posterior: Posterior, params: Params, layer: str, share: Tensor) -> Tensor:
     """Return each client's precision of a layer's weights times its share (C,): (C, ...), perhaps with axes of 1."""
-    share = share.reshape(-1, *[1] * (params[f"{layer}.weight"].dim() - 1))
-    return torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, share)
+    each = tree.per_client(share, params[f"{layer}.weight"])
+    return torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, each)
 
 
 def precision(posterior: Posterior) -> Summed:
@@ -63,7 +64,7 @@ def size(posterior: Posterior) -> Summed:
     """The same without the precision: mu = sum_i w_i m_i mu_i / sum_i w_i m_i, which without masks is `mean`."""
 
     def alike(params: Params, layer: str, weight: Tensor) -> Tensor:
-        return weight.reshape(-1, *[1] * (params[f"{layer}.weight"].dim() - 1))
+        return tree.per_client(weight, params[f"{layer}.weight"])
 
     return _agreed(posterior, alike)
 
@@ -119,7 +120,7 @@ def votes(params: Params, weight: Tensor, names: Iterable[str], posterior: Poste
     found = {}
     for name in names:
         answers = params[name]
-        counts = weight.reshape(-1, *[1] * (answers.dim() - 1))
+        counts = tree.per_client(weight, answers)
         layer, _, last = name.rpartition(".")
         mask = params.get(f"{layer}.mask") if last == "weight" else None
         if mask is not None:

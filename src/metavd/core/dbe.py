@@ -104,6 +104,6 @@ def tracking(base: Local, model: Model, sampling: Sampling, momentum: float) -> 
 
     def final(params: Params) -> Params:
         told = {AGREED: params[_SUM] / params[_ROWS].clamp(min=1.0)}
-        return tree.select(params, lambda name: not name.startswith("work.")) | told
+        return tree.without(params, "work.") | told
 
     return replace(base, init=init, step=step, final=final)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
 
+from .. import tree
 from ..ops.posterior import clamp
 from ..tree import Params
 from . import rng
@@ -41,7 +42,7 @@ def shared(model: Model) -> Emit:
     """Everyone receives the model's parameters (and the masks that the server may have made for them)."""
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:  # noqa: ARG001
-        return {name: value for name, value in params.items() if not name.startswith(SERVER)}
+        return tree.without(params, SERVER)
 
     return Emit(model.init, apply)
 
@@ -217,11 +218,7 @@ def meta(
 
 def predicted(params: Params, client: Tensor) -> Tensor:
     """Return what the hypernetwork, the client's own or everyone's, predicts for a client."""
-    own = {
-        HYPER + name.removeprefix(OWN_HYPER): row(table, client)
-        for name, table in params.items()
-        if name.startswith(OWN_HYPER)
-    }
+    own = {HYPER + name: row(table, client) for name, table in tree.under(params, OWN_HYPER).items()}
     given = params[ONE_EMBEDDING][0] if ONE_EMBEDDING in params else row(params[EMBEDDING], client)
     return hypernetwork(own or params, given)
 
@@ -313,9 +310,8 @@ def averaged(emit: Emit) -> Admit:
         only = torch.zeros((), dtype=torch.int64, device=round.device)
         last = _depth(params)
         units = hidden_units(params, some_rows(params[EMBEDDING])).mean(0, keepdim=True)
-        others = {name: value for name, value in params.items() if not name.startswith(HYPER)}
         layer = {f"{HYPER}0.{part}": params[f"{HYPER}{last}.{part}"] for part in ("weight", "bias")}
-        return emit.apply({**others, **layer, EMBEDDING: units}, only, round)
+        return emit.apply(tree.without(params, HYPER) | layer | {EMBEDDING: units}, only, round)
 
     return admit
 
@@ -328,9 +324,8 @@ def averaged_apart(emit: Emit) -> Admit:
         clients = some_rows(torch.arange(len(params[EMBEDDING]), device=round.device))
         each = vmap(predicted, (None, 0), chunk_size=_AT_ONCE)(params, clients)
         mean = each.mean(0, keepdim=True)
-        others = {name: value for name, value in params.items() if not name.startswith(OWN_HYPER)}
         told = {f"{OWN_HYPER}0.weight": mean.new_zeros(1, mean.shape[1], 1), f"{OWN_HYPER}0.bias": mean}
-        return emit.apply({**others, **told, EMBEDDING: mean.new_zeros(1, 1)}, only, round)
+        return emit.apply(tree.without(params, OWN_HYPER) | told | {EMBEDDING: mean.new_zeros(1, 1)}, only, round)
 
     return admit
 

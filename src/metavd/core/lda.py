@@ -191,7 +191,7 @@ def stage(model: Model, sampling: Sampling, fit: Fit, *, lr: float, clip: float 
             logits = model.features(params | moving, batch.x) @ params[_WEIGHT].mT + params[_BIAS] + prior
             return cross_entropy(logits[None], batch.y, batch.mask)
 
-        features = tree.select(params, lambda name: not name.startswith(_OWN))
+        features = tree.without(params, _OWN)
         if training:
             slope, loss = grad_and_value(objective)(features)
             moves = ((epoch >= COUNTING) & (epoch < COUNTING + training)).to(loss.dtype)
@@ -212,7 +212,7 @@ def stage(model: Model, sampling: Sampling, fit: Fit, *, lr: float, clip: float 
 
     def final(params: Params) -> Params:
         means, covariance = _mixed(params, fit)
-        features = tree.select(params, lambda name: not name.startswith(_OWN))
+        features = tree.without(params, _OWN)
         if not personal:
             return features | {MEANS: means, COVARIANCE: covariance}
         weight, bias = head(means, covariance, fit.shrinkage)

@@ -131,18 +131,15 @@ def heavy_ball(objective: Objective, *, lr: float, momentum: float, clip: float 
     def init(received: Params) -> Params:
         return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in _trained(received, ()).items()}
 
-    def weights(params: Params) -> Params:
-        return tree.select(params, lambda name: not name.startswith(_VELOCITY))
-
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, weights(params), batches[0], received)
+        function, trained = _bind(objective, tree.without(params, _VELOCITY), batches[0], received)
         gradient, loss = grad_and_value(function)(trained)
         heading = {
             name: momentum * params[_VELOCITY + name] + slope for name, slope in tree.clip(gradient, clip).items()
         }
         return Move(heading, {_VELOCITY + name: value for name, value in heading.items()}), loss
 
-    return Local(step, lr, None, init=init, final=weights)
+    return Local(step, lr, None, init=init, final=lambda params: tree.without(params, _VELOCITY))
 
 
 def projected(stage: Local, posterior: Posterior, names: Sequence[str]) -> Local:
@@ -190,12 +187,12 @@ def in_turns(
 
 def own_of(params: Params) -> Params:
     """Return a client's own entries under the names of what they stand beside."""
-    return {name.removeprefix(OWN): value for name, value in params.items() if name.startswith(OWN)}
+    return tree.under(params, OWN)
 
 
 def without_own(params: Params) -> Params:
     """Return everything but a client's own entries."""
-    return tree.select(params, lambda name: not name.startswith(OWN))
+    return tree.without(params, OWN)
 
 
 def use_own(params: Params) -> Params:
@@ -243,17 +240,14 @@ def controlled(objective: Objective, *, lr: float, clip: float | None = 5.0) -> 
     A client ends with w, with c + (c_i' - c_i) in the place of c, and with c_i' as its own. One without a step ends
     with what it had.
     """
-
-    def weights(params: Params) -> Params:
-        return tree.select(params, lambda name: not name.startswith((CONTROL, OWN, _START, _STEPS)))
+    work = CONTROL, OWN, _START, _STEPS
 
     def init(received: Params) -> Params:
-        start = {_START + name.removeprefix(CONTROL): received[name.removeprefix(CONTROL)]
-                 for name in received if name.startswith(CONTROL)}  # fmt: skip
+        start = {_START + name: received[name] for name in tree.under(received, CONTROL)}
         return received | start | {_STEPS: next(iter(start.values())).new_zeros(())}
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, weights(params), batches[0], weights(received))
+        function, trained = _bind(objective, tree.without(params, *work), batches[0], tree.without(received, *work))
         gradient, loss = grad_and_value(function)(trained)
         slope = {
             name: value - params[OWN + CONTROL + name] + params[CONTROL + name]
@@ -262,9 +256,9 @@ def controlled(objective: Objective, *, lr: float, clip: float | None = 5.0) -> 
         return Move(slope, {_STEPS: params[_STEPS] + 1.0}), loss
 
     def final(params: Params) -> Params:
-        steps, ended = params[_STEPS], tree.select(params, lambda name: not name.startswith((_START, _STEPS)))
-        for name in [name.removeprefix(_START) for name in params if name.startswith(_START)]:
-            mean = (params[_START + name] - params[name]) / (steps.clamp(min=1.0) * lr)
+        steps, ended = params[_STEPS], tree.without(params, _START, _STEPS)
+        for name, start in tree.under(params, _START).items():
+            mean = (start - params[name]) / (steps.clamp(min=1.0) * lr)
             change = torch.where(steps > 0, mean - params[CONTROL + name], torch.zeros_like(mean))
             for part in (CONTROL, OWN + CONTROL):
                 ended[part + name] = params[part + name] + change
@@ -357,7 +351,7 @@ def mixing(
 
     def final(params: Params) -> Params:
         if personal:
-            return tree.select(params, _shared)
+            return tree.without(params, OWN, MIX)
         begun = {BEGUN: torch.ones_like(params[BEGUN])}
         return params | {OWN + name: params[name] for name in names} | begun
 

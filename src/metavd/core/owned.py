@@ -31,18 +31,13 @@ def _split(state: ServerState) -> tuple[ServerState, Params]:
     tables: Params = {}
     for prefix, values in ((_PARAMS, state.params), (_SLOTS, state.slots)):
         tables |= {prefix + name: value for name, value in values.items() if name.startswith(OWNED)}
-    params, slots = (tree.select(values, lambda name: not name.startswith(OWNED))
-                     for values in (state.params, state.slots))  # fmt: skip
-    return state._replace(params=params, slots=slots), tables
+    return state._replace(params=tree.without(state.params, OWNED), slots=tree.without(state.slots, OWNED)), tables
 
 
 def _with(state: ServerState, tables: Params) -> ServerState:
     """Undo `_split`."""
-    params, slots = (
-        {name.removeprefix(prefix): value for name, value in tables.items() if name.startswith(prefix)}
-        for prefix in (_PARAMS, _SLOTS)
-    )
-    return state._replace(params=state.params | params, slots=state.slots | slots, rows=None)
+    params, slots = state.params | tree.under(tables, _PARAMS), state.slots | tree.under(tables, _SLOTS)
+    return state._replace(params=params, slots=slots, rows=None)
 
 
 def apart(state: ServerState, lay: Callable[[Params], Kept]) -> ServerState:

@@ -47,11 +47,6 @@ def all_names(name: str) -> bool:  # noqa: ARG001
     return True
 
 
-def under(prefix: str, sums: Params) -> Params:
-    """Return the sums of one kind, by the names that they have there."""
-    return {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
-
-
 def _shares(weight: Tensor, of: Tensor, *, by_size: bool = True) -> Tensor:
     """Return clients' shares (n,) of a cohort with these weights (C,): by weight, or all alike."""
     weight, of = (weight, of) if by_size else (torch.ones_like(weight), torch.ones_like(of))
@@ -102,10 +97,10 @@ def _apart(update: Update, targets: Params, share: Tensor, *, anew: bool) -> Cal
 
 def _added(emit: Emit, aggregate: Summed, state: ServerState, update: Update, share: Tensor) -> Params:
     """Return the gradient from sums; who pulls towards a consensus is known only now that there is one."""
-    gradient = under("gradient/", update.sums)
+    gradient = tree.under(update.sums, "gradient/")
     if not aggregate.names:
         return gradient
-    common = aggregate.consensus(under("votes/", update.sums), state.params)
+    common = aggregate.consensus(tree.under(update.sums, "votes/"), state.params)
     for first in range(0, len(share), _PART):
         some = share[first : first + _PART]
 
@@ -189,7 +184,7 @@ def pull(
     def update(state: ServerState, update: Update) -> ServerState:
         share = _shares(update.weight, update.weight, by_size=by_size)
         if isinstance(aggregate, Summed) and update.sums:
-            gradient, masks = _added(emit, aggregate, state, update, share), under("sent/", update.sums)
+            gradient, masks = _added(emit, aggregate, state, update, share), tree.under(update.sums, "sent/")
         else:
             gap = _apart(update, aggregate(update.params, share), share, anew=anew)
             gradient = _pulls(emit, state, update.client, gap)
@@ -285,7 +280,7 @@ def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> 
     def update(state: ServerState, update: Update) -> ServerState:
         moved = base.update(*rest(state, update))
         total = update.weight.sum()
-        means = under("mean/", update.sums) if update.sums else averages(update, update.weight)
+        means = tree.under(update.sums, "mean/") if update.sums else averages(update, update.weight)
         share = torch.ones_like(state.round) if math.isinf(rounds) else 1.0 / (state.round + 1.0)
         takes = (state.round < rounds) & (total > 0)
         params = dict(state.params) | moved.params
@@ -318,7 +313,7 @@ def prune(
 
     def update(state: ServerState, update: Update) -> ServerState:
         new = base.update(state, update)
-        means = under("towards/", update.sums) if update.sums else averages(update, update.weight)
+        means = tree.under(update.sums, "towards/") if update.sums else averages(update, update.weight)
         params = dict(new.params)
         for layer in layers:
             name, mask = f"{layer}.weight", f"{layer}.mask"
@@ -398,7 +393,7 @@ def teachers(config: Distillation, average: Params, params: Params, weight: Tens
             mix = torch.as_tensor(share, dtype=weight.dtype, device=weight.device) * weight
             mix = mix / mix.sum()
             spread.append(tree.map(lambda p, mix=mix: torch.einsum("c,c...->...", mix, p)[None], params))
-    return {name: torch.cat([each[name] for each in spread]) for name in average}
+    return tree.concatenated(spread)
 
 
 def soft_labels(config: Distillation, logits: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Head:
     def used(self, params: Params) -> Params:
         """Return the network that answers: the head at m_i."""
         own = {name: params[_OWN + name] for name in self.names}
-        return tree.select(params, lambda name: not name.startswith(_OWN) and name != VARIANCE) | own
+        return tree.without(params, _OWN, VARIANCE) | own
 
     @staticmethod
     def is_own(name: str) -> bool:

@@ -168,7 +168,7 @@ def added_up(
         costs = [made.account() for made in parts]
         return Account(*(sum(getattr(each, name) for each in costs) for name in TRAFFIC))
 
-    kept = {name: torch.cat([made.kept[name] for made in parts]) for name in parts[0].kept}
+    kept = tree.concatenated([made.kept for made in parts])
     losses, sizes = (torch.cat([getattr(made, name) for made in parts]) for name in ("losses", "sizes"))
     update = Update(over(cohort, device), {}, weight, {}, sums=whole)
     return Answers(cohort.tolist(), lost, update, losses, account, kept, sizes)

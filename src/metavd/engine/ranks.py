@@ -27,6 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from .. import tree
 from ..core.types import Algorithm, ServerState
 from ..data.cohort import Pool, sizes_of
 from ..errors import FailedError
@@ -215,11 +216,7 @@ def _labelled(trained: Trained) -> Params:
 
 def _trained(labelled: Params) -> Trained:
     """Undo `_labelled`."""
-    sent, adapted, kept = (
-        {name.removeprefix(f"{part}/"): value for name, value in labelled.items() if name.startswith(f"{part}/")}
-        for part in _PARTS
-    )
-    return Trained(sent, adapted, kept, labelled["losses"])
+    return Trained(**{part: tree.under(labelled, f"{part}/") for part in _PARTS}, losses=labelled["losses"])
 
 
 def ranked(schedule: Schedule, ranks: Ranks, grain: int) -> Schedule:
@@ -233,7 +230,7 @@ def ranked(schedule: Schedule, ranks: Ranks, grain: int) -> Schedule:
         counts = [len(each) for each in places]
 
         parts = [_labelled(each) for each in own]
-        mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        mine = tree.concatenated(parts) if parts else {}
         gathered = ranks.rows(mine, counts)
         device = pool.x.device
         return _trained({name: value.to(device)[back.to(device)] for name, value in gathered.items()})

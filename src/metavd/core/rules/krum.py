@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import tree
 from ...errors import SpecError
 from ...tree import Params
 from .catalogue import Ballot, Rule, rule
@@ -31,8 +32,7 @@ def scores(moves: Params, weight: Tensor, liars: int) -> Tensor:
 
 def _only(ballot: Ballot, chosen: Tensor) -> Ballot:
     """Count the votes of chosen clients (C,) alone; the others move nothing, not even what is their own."""
-    votes = {name: value * chosen.reshape(-1, *[1] * (value.dim() - 1)) for name, value in ballot.votes.items()}
-    return ballot._replace(votes=votes, trust=ballot.trust * chosen)
+    return ballot._replace(votes=tree.scaled(ballot.votes, chosen), trust=ballot.trust * chosen)
 
 
 def _best(ballot: Ballot, liars: int, number: int) -> Ballot:
