@@ -77,18 +77,6 @@ def _agreed(posterior: Posterior, say: Callable[[Params, str, Tensor], Tensor]) 
         found, mask = say(params, layer, weight), params.get(f"{layer}.mask")
         return found if mask is None else found * torch.func.vmap(per_weight)(mask, params[f"{layer}.weight"])
 
-    def aggregate(params: Params, weight: Tensor) -> Params:
-        targets = dict(params)
-        for layer in posterior.layers:
-            name = f"{layer}.weight"
-            answers, votes = params[name], votes_on(params, layer, weight)
-            total = votes.sum(0)
-            consensus = (votes * answers).sum(0) / (total + _EPS)
-            if f"{layer}.mask" in params:
-                consensus = torch.where(total > 0, consensus, answers[0])
-            targets[name] = consensus.expand_as(answers)
-        return targets
-
     def sums(params: Params, weight: Tensor) -> Params:
         found: Params = {}
         for layer in posterior.layers:
@@ -103,6 +91,10 @@ def _agreed(posterior: Posterior, say: Callable[[Params, str, Tensor], Tensor]) 
                               now[name])
             for name in names
         }  # fmt: skip
+
+    def aggregate(params: Params, weight: Tensor) -> Params:
+        agreed = consensus(sums(params, weight), {name: params[name][0] for name in names})
+        return params | {name: value.expand_as(params[name]) for name, value in agreed.items()}
 
     names = tuple(f"{layer}.weight" for layer in posterior.layers)
     return Summed(aggregate, names, sums, consensus)

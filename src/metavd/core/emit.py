@@ -22,7 +22,7 @@ from ..tree import Params
 from . import rng
 from .model import xavier
 from .posterior import Posterior, per_weight
-from .types import Admit, Batch, Emit, Model, Objective
+from .types import NEW, Admit, Batch, Emit, Model, Objective
 
 SERVER = "server."
 OWNED = "server.client."
@@ -267,33 +267,32 @@ def unmasked(base: Emit, layers: Sequence[str]) -> Emit:
     return Emit(init, base.apply)
 
 
-def kept(base: Emit, layers: Sequence[str]) -> Emit:
-    """Send zeros in place of masked weights, and "keep" for the mask: the released code's training under SNIP.
+def zeroed(base: Emit, layers: Sequence[str], *, keep: bool) -> Emit:
+    """Send zeros in place of masked weights, and no mask: the released code's evaluation under SNIP.
 
-    The layer then reads its weight as it is, so the clip of a step still counts the gradients of masked weights.
+    With `keep`, its training: the mask is sent as "keep". The layer then reads its weight as it is, so the clip of a
+    step still counts the gradients of masked weights.
     """
-
-    def apply(params: Params, client: Tensor, round: Tensor) -> Params:
-        received = base.apply(params, client, round)
-        for layer in layers:
-            received[f"{layer}.keep"] = received.pop(f"{layer}.mask")
-            received[f"{layer}.weight"] = received[f"{layer}.weight"] * received[f"{layer}.keep"]
-        return received
-
-    return Emit(base.init, apply)
-
-
-def zeroed(base: Emit, layers: Sequence[str]) -> Emit:
-    """Send zeros in place of masked weights, and no mask: the released code's evaluation under SNIP."""
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
         for layer in layers:
             mask = received.pop(f"{layer}.mask")
             received[f"{layer}.weight"] = received[f"{layer}.weight"] * mask
+            if keep:
+                received[f"{layer}.keep"] = mask
         return received
 
     return Emit(base.init, apply)
+
+
+def as_newcomer(emit: Emit) -> Admit:
+    """Admit an unseen client with what is emitted for one: of what clients own it gets the mean."""
+
+    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
+        return emit.apply(params, torch.full((), NEW, dtype=torch.int64, device=round.device), round)
+
+    return admit
 
 
 def averaged(emit: Emit) -> Admit:

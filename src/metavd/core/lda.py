@@ -181,8 +181,7 @@ def stage(model: Model, sampling: Sampling, fit: Fit, *, lr: float, clip: float 
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         batch = batches[0]
-        real = torch.ones_like(params[_BIAS][:1]).expand(len(batch.y)) if batch.mask is None else batch.mask
-        labels = (batch.y[:, None] == torch.arange(fit.num_classes, device=batch.y.device)) * real[:, None]
+        real, labels = batch.real(), batch.labels(fit.num_classes)
         epoch = sampling.epoch(index, batch)
         counts = params[_COUNTS] + (epoch < COUNTING) * labels.sum(0)
         prior = log_prior(counts, fit.floor)

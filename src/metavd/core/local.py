@@ -68,6 +68,21 @@ def _bind(
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
 
 
+def _gradient(
+    objective: Objective,
+    params: Params,
+    batch: Batch,
+    anchor: Params,
+    *,
+    only: Callable[[str], bool] | None = None,
+    rate: Callable[[str], float] | None = None,
+) -> tuple[Params, Tensor]:
+    """Return the gradient by the trained entries, each times its rate, and the loss."""
+    function, trained = _bind(objective, params, batch, anchor, only=only)
+    gradient, loss = grad_and_value(function)(trained)
+    return _rated(gradient, rate), loss
+
+
 def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
     """Take one clipped step. A layer's "keep" (see `emit.kept`) holds weights fixed only after the clip."""
     slope = tree.join(gradient)
@@ -115,9 +130,8 @@ def sgd(
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, params, batches[0], received, only=only)
-        gradient, loss = grad_and_value(function)(trained)
-        return _down(params, _rated(gradient, rate), lr, clip), loss
+        gradient, loss = _gradient(objective, params, batches[0], received, only=only, rate=rate)
+        return _down(params, gradient, lr, clip), loss
 
     return Local(step, lr, clip)
 
@@ -132,8 +146,7 @@ def heavy_ball(objective: Objective, *, lr: float, momentum: float, clip: float 
         return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in _trained(received, ()).items()}
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, tree.without(params, _VELOCITY), batches[0], received)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, tree.without(params, _VELOCITY), batches[0], received)
         heading = {
             name: momentum * params[_VELOCITY + name] + slope for name, slope in tree.clip(gradient, clip).items()
         }
@@ -173,12 +186,11 @@ def in_turns(
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
-        function, trained = _bind(objective, params, batches[0], received, only=only)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, params, batches[0], received, only=only, rate=rate)
         early = sampling.epoch(index, batches[0]) < epochs
         moving = {
             name: torch.where(early if first(name) else ~early, value, torch.zeros_like(value))
-            for name, value in _rated(gradient, rate).items()
+            for name, value in gradient.items()
         }
         return _down(params, moving, lr, clip), loss
 
@@ -200,6 +212,11 @@ def use_own(params: Params) -> Params:
     return without_own(params) | own_of(params)
 
 
+def own_at_received(params: Params) -> Params:
+    """Put what was received in the place of a client's own entries."""
+    return params | {OWN + name: params[name] for name in own_of(params)}
+
+
 def near(objective: Objective, *, mu: float, lr: float, clip: float | None = 5.0) -> Local:
     """Gradient descent on a client's own entries v, near what it received: v <- v - lr clip(grad + mu (v - received)).
 
@@ -208,8 +225,7 @@ def near(objective: Objective, *, mu: float, lr: float, clip: float | None = 5.0
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         own, given = own_of(params), without_own(received)
-        function, trained = _bind(objective, given | own, batches[0], given, only=own.__contains__)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, given | own, batches[0], given, only=own.__contains__)
         gradient = {name: value + mu * (own[name] - given[name]) for name, value in gradient.items()}
         moved = _landed(given | own, gradient, lr, clip)
         return Move({}, {OWN + name: value for name, value in moved.items()}), loss
@@ -247,8 +263,7 @@ def controlled(objective: Objective, *, lr: float, clip: float | None = 5.0) -> 
         return received | start | {_STEPS: next(iter(start.values())).new_zeros(())}
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, tree.without(params, *work), batches[0], tree.without(received, *work))
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, tree.without(params, *work), batches[0], tree.without(received, *work))
         slope = {
             name: value - params[OWN + CONTROL + name] + params[CONTROL + name]
             for name, value in tree.clip(gradient, clip).items()
@@ -279,11 +294,10 @@ def personal(objective: Objective, *, pull: float, steps: int, lr: float, clip: 
         theta = _trained(params, ())
         losses = []
         for _ in range(steps):
-            function, at = _bind(objective, params | theta, batches[0], received)
-            gradient, loss = grad_and_value(function)(at)
+            gradient, loss = _gradient(objective, params | theta, batches[0], received)
             losses.append(loss)
-            slope = tree.map(lambda g, a, w: g + pull * (a - w), tree.clip(gradient, clip), at, received)
-            theta = tree.axpy(-lr, slope, at)
+            slope = tree.map(lambda g, a, w: g + pull * (a - w), tree.clip(gradient, clip), theta, received)
+            theta = tree.axpy(-lr, slope, theta)
         return Move({}, theta), losses[0]
 
     return Local(step)
@@ -297,6 +311,13 @@ def envelope(near: Local, *, pull: float, lr: float) -> Local:
         return Move({name: pull * (params[name] - theta) for name, theta in move.put.items()}, {}), loss
 
     return Local(step, lr)
+
+
+def unmixed(params: Params) -> Params:
+    """Return what a client that mixes these entries keeps before its first turn: nothing of its own, weights of 1."""
+    own = {OWN + name: torch.zeros_like(value) for name, value in params.items()}
+    mix = {MIX + name: torch.ones_like(value) for name, value in params.items()}
+    return own | mix | {BEGUN: next(iter(params.values())).new_zeros(())}
 
 
 def mixing(
@@ -333,11 +354,10 @@ def mixing(
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
         batch = batches[0]
         early = sampling.epoch(index, batch) < epochs
-        real = torch.ones_like(batch.size).expand(len(batch.y)) if batch.mask is None else batch.mask
+        real = batch.real()
         place = sampling.seen(index, batch) + real.cumsum(0) - real
         used = real * (~early | (place < torch.ceil(share * batch.size))).to(real.dtype)
-        function, trained = _bind(objective, params, batch._replace(mask=used), received, only=_shared)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, params, batch._replace(mask=used), received, only=_shared)
         weights = {
             MIX + name: (
                 params[MIX + name] - mix_rate * gradient[name] * (received[name] - params[OWN + name])
@@ -346,8 +366,7 @@ def mixing(
         }  # fmt: skip
         moved = _move(params, gradient, lr, clip)
         mixed = params | weights | mixture(params, received, weights)
-        changed = [*trained, *weights]
-        return Move({}, {name: torch.where(early, mixed[name], moved[name]) for name in changed}), loss
+        return Move({}, {name: torch.where(early, mixed[name], moved[name]) for name in (*gradient, *weights)}), loss
 
     def final(params: Params) -> Params:
         if personal:
@@ -366,9 +385,7 @@ def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Param
 
     def objective_of_all(params: Params, anchor: Params) -> Tensor:
         losses = torch.stack([objective(params, batch, anchor) for batch in batches])
-        rows = torch.stack(
-            [torch.full_like(losses[0], len(batch.y)) if batch.mask is None else batch.mask.sum() for batch in batches]
-        )
+        rows = torch.stack([batch.rows() for batch in batches])
         return (losses * rows).sum() / rows.sum().clamp(min=1.0)
 
     return objective_of_all
@@ -439,8 +456,7 @@ def hf_maml(
         first, second, third = batches
         function, trained = _bind(inner, params, first, received, frozen)
         shifted = _move(params, grad(function)(trained), lr, clip)
-        function, trained = _bind(outer, shifted, second, received)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(outer, shifted, second, received)
         function, point = _bind(outer, params, third, received)
         if product == "exact":
             curved = hessian_product(function, point, gradient)

@@ -107,9 +107,7 @@ def expected(model: Model, head: Head, draws: int, weight: float) -> Objective:
         z = model.features(params, batch.x)
         weights, bias = head.drawn(params, rng.split(batch.key, draws))
         said = (torch.einsum("bf,skf->sbk", z, weights) + bias[:, None]).log_softmax(-1).mean(0)
-        real = torch.ones_like(said[:, 0]) if batch.mask is None else batch.mask
-        labels = (batch.y[:, None] == torch.arange(said.shape[-1], device=said.device)) * real[:, None]
-        loss = -(said * labels).sum() / real.sum().clamp(min=1.0)
+        loss = -(said * batch.labels(said.shape[-1])).sum() / batch.rows().clamp(min=1.0)
         return loss + weight * head.kl(params) / batch.size.clamp(min=1.0)
 
     return objective

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from ..data.cohort import Pool, arriving, choose, sizes_of, tossed
 from ..ops.device import over
 from ..tree import Params
 from .attacks import Attack, deceived, falsified
-from .rounds import TRAFFIC, Account, Answers, Record, Transport
-from .rounds import rounds as every
+from .rounds import TRAFFIC, Account, Answers, Transport
 from .schedule import Schedule
 from .turn import VEIL, Moment, moment
 
@@ -73,22 +72,6 @@ def unanswered(state: ServerState) -> tuple[Update, Tensor]:
     """Return the answers of a round that has none, for a server that must not show it, and their losses."""
     none = state.round.new_zeros(0)
     return Update(none.to(torch.int64), {}, none, {}), none
-
-
-def simulate(
-    algorithm: Algorithm,
-    pool: Pool,
-    schedule: Schedule,
-    state: ServerState,
-    *,
-    rounds: int,
-    cohort: int,
-    **chances: Any,
-) -> Iterator[tuple[ServerState, Record]]:
-    """Go on from a state until so many rounds of simulated clients are finished; see `in_process`."""
-    return every(
-        algorithm.server.update, in_process(algorithm, pool, schedule, cohort=cohort, **chances), state, rounds
-    )
 
 
 def round_of(

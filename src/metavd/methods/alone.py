@@ -10,18 +10,11 @@ would take part. One that never took part trains from the first weights for new_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import SOFTMAX, Parts, Training
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm
-    from ..tree import Params
+from .parts import SOFTMAX, Parts, Training, descent, kept
 
 
 @dataclass(frozen=True)
@@ -41,27 +34,21 @@ class AloneOptions(Training):
     gives=(SOFTMAX,),
     newcomer="trains alone from the first weights for new_epochs passes",
 )  # fmt: skip
-def alone(parts: Parts, o: AloneOptions) -> Algorithm:
+def alone(parts: Parts, o: AloneOptions) -> core.types.Algorithm:
     """No federation: every client trains alone, and keeps everything."""
     sampling, model = core.types.Sampling, parts.model
-
-    def nothing(params: Params, client: Tensor, round: Tensor) -> Params:  # noqa: ARG001
-        return {}
-
-    def first(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return model.init(core.rng.fold(key, 0))
-
-    steps = core.local.sgd(parts.outer, lr=o.lr, clip=o.clip)
+    nothing = core.types.Emit(lambda key: {}, lambda params, client, round: {})  # noqa: ARG005
+    steps = descent(parts.outer, o)
     return core.types.Algorithm(
-        emit=core.types.Emit(lambda key: {}, nothing),  # noqa: ARG005
+        emit=nothing,
         local=steps,
         server=core.server.idle(model),
         personalize=core.local.unchanged,
         predict=parts.predict,
-        serve=nothing,
-        admit=lambda params, round, batches: {},  # noqa: ARG005
+        serve=nothing.apply,
+        admit=core.emit.as_newcomer(nothing),
         train_batches=sampling(o.batch, o.local_epochs),
         personal_batches=sampling(o.batch, steps=0),
-        keep=core.types.Keep(first, alike=True),
+        keep=kept(model, lambda first: first),
         newcomer=core.types.Newcomer(steps, sampling(o.batch, o.new_epochs)),
     )
