@@ -341,13 +341,13 @@ def test_masks_of_ones_at_first(net):
 
 
 def test_zeroed_and_kept(net):
-    """Both send zeros for masked weights: `zeroed` without a mask, `kept` with the mask under another name."""
+    """Zeros are sent for masked weights: without a mask, or with `keep` and the mask under another name."""
     base = emit.unmasked(emit.shared(net), ["fc1"])
     params = base.init(rng.key(0))
     mask = (rng.uniform(rng.key(1), [3, 6]) > 0.5).double()
     params["fc1.mask"] = mask
-    zeroed = emit.zeroed(base, ["fc1"]).apply(params, client(0), ROUND)
-    kept = emit.kept(base, ["fc1"]).apply(params, client(0), ROUND)
+    zeroed = emit.zeroed(base, ["fc1"], keep=False).apply(params, client(0), ROUND)
+    kept = emit.zeroed(base, ["fc1"], keep=True).apply(params, client(0), ROUND)
     assert_close(zeroed["fc1.weight"], params["fc1.weight"] * mask, rtol=0, atol=0)
     assert torch.equal(kept.pop("fc1.keep"), mask)
     assert_same(kept, zeroed)
