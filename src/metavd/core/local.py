@@ -46,7 +46,8 @@ def _shared(name: str) -> bool:
     return not name.startswith((OWN, MIX))
 
 
-def _trained(params: Params, frozen: Sequence[str]) -> Params:
+def movable(params: Params, frozen: Sequence[str] = ()) -> Params:
+    """Return the entries that training moves: all but masks, and those with a frozen ending."""
     endings = {*FIXED, *frozen}
     return tree.select(params, lambda name: name.rpartition(".")[2] not in endings)
 
@@ -61,7 +62,7 @@ def _bind(
     only: Callable[[str], bool] | None = None,
 ) -> tuple[Callable[[Params], Tensor], Params]:
     """Return the objective as a function of the trained entries alone, and those entries."""
-    trained = _trained(params, frozen)
+    trained = movable(params, frozen)
     if only is not None:
         trained = tree.select(trained, only)
     fixed = {name: value for name, value in params.items() if name not in trained}
@@ -102,12 +103,6 @@ def _down(params: Params, gradient: Params, lr: float, clip: float | None) -> Mo
     return Move(gradient, {})
 
 
-def _landed(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
-    """Return the entries of a gradient after the step that `_down` describes, to the bit."""
-    move = _down(params, gradient, lr, clip)
-    return move.put or descend({name: params[name] for name in gradient}, gradient, lr, clip)
-
-
 def _rated(gradient: Params, rate: Callable[[str], float] | None) -> Params:
     """Give each entry's gradient its factor; a factor of 1 costs nothing."""
     if rate is None:
@@ -143,7 +138,7 @@ def heavy_ball(objective: Objective, *, lr: float, momentum: float, clip: float 
     """
 
     def init(received: Params) -> Params:
-        return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in _trained(received, ()).items()}
+        return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in movable(received).items()}
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         gradient, loss = _gradient(objective, tree.without(params, _VELOCITY), batches[0], received)
@@ -227,7 +222,8 @@ def near(objective: Objective, *, mu: float, lr: float, clip: float | None = 5.0
         own, given = own_of(params), without_own(received)
         gradient, loss = _gradient(objective, given | own, batches[0], given, only=own.__contains__)
         gradient = {name: value + mu * (own[name] - given[name]) for name, value in gradient.items()}
-        moved = _landed(given | own, gradient, lr, clip)
+        move = _down(given | own, gradient, lr, clip)
+        moved = move.put or descend({name: own[name] for name in gradient}, gradient, lr, clip)
         return Move({}, {OWN + name: value for name, value in moved.items()}), loss
 
     return Local(step)
@@ -291,7 +287,7 @@ def personal(objective: Objective, *, pull: float, steps: int, lr: float, clip: 
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        theta = _trained(params, ())
+        theta = movable(params)
         losses = []
         for _ in range(steps):
             gradient, loss = _gradient(objective, params | theta, batches[0], received)
@@ -418,7 +414,7 @@ def maml(
             function, trained = _bind(inner, whole, support, received, frozen)
             return query(_move(whole, grad(function)(trained), lr, inner_clip), received)
 
-        gradient, loss = grad_and_value(adapted)(_trained(params, ()))
+        gradient, loss = grad_and_value(adapted)(movable(params))
         return _down(params, _rated(gradient, rate), outer_lr, clip), loss
 
     return Local(step, outer_lr, clip, group=3)

@@ -60,16 +60,15 @@ def fetched(state: ServerState, clients: Tensor) -> tuple[ServerState, Tensor]:
     return _with(state, state.rows.rows(clients.tolist())), places
 
 
-def for_newcomers(state: ServerState) -> ServerState:
-    """Return the state with one row in every table, the mean of all: what a client that was never seen is shown."""
-    if state.rows is None:
-        return state
-    return _with(state, {name: value.mean(0, keepdim=True) for name, value in state.rows.everyone().items()})
-
-
 def shown_to(state: ServerState, clients: Tensor, *, unseen: bool) -> tuple[ServerState, Tensor]:
-    """Return the state that clients are used or tested with, and their numbers in it; `unseen`: they never train."""
-    return (for_newcomers(state), clients) if unseen else fetched(state, clients)
+    """Return the state that clients are used or tested with, and their numbers in it.
+
+    `unseen`: they never train, and are shown one row in every table, the mean of all.
+    """
+    if state.rows is None or not unseen:
+        return fetched(state, clients)
+    means = {name: value.mean(0, keepdim=True) for name, value in state.rows.everyone().items()}
+    return _with(state, means), clients
 
 
 def moved(state: ServerState, clients: Tensor, update: Callable[[ServerState, Tensor], ServerState]) -> ServerState:

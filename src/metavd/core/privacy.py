@@ -23,7 +23,7 @@ from .. import tree
 from ..tree import Params
 from . import rng
 from .accountant import Mechanism
-from .server import movable
+from .local import movable
 from .types import Emit, Server, ServerState, Update, Veil
 
 CLIP = "server.dp.clip"

@@ -21,7 +21,7 @@ from . import rng
 from .aggregate import bounded, lower_median, votes
 from .diff import grad, pulled
 from .emit import OWNED
-from .local import FIXED
+from .local import FIXED, movable
 from .objective import soft_cross_entropy
 from .optim import Groups, remembered
 from .posterior import Posterior, per_weight
@@ -34,11 +34,6 @@ _MEAN = "mean/"
 """Begins the names of sums that are means of entries."""
 _PART = 256
 """Clients whose pull towards a consensus is computed at once, where answers were added up."""
-
-
-def movable(params: Params) -> Params:
-    """Return the entries that training moves: all but masks."""
-    return tree.select(params, lambda name: name.rpartition(".")[2] not in FIXED)
 
 
 def _shares(weight: Tensor, of: Tensor, *, by_size: bool = True) -> Tensor:
@@ -371,10 +366,6 @@ def swa_steps(config: Distillation) -> list[int]:
     return list(range(config.steps * 3 // 4, config.steps + 1, config.swa_period))
 
 
-def _host(key: Tensor) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(int(key) & (2**63 - 1)))
-
-
 def teachers(config: Distillation, average: Params, params: Params, weight: Tensor, key: Tensor) -> Params:
     """Return the mean model, the clients' models and draws from a distribution over models, stacked."""
     spread = [tree.map(lambda value: value[None], average), params]
@@ -387,8 +378,8 @@ def teachers(config: Distillation, average: Params, params: Params, weight: Tens
                 drawn[name] = (value + config.scale * variance[name].clamp(min=1e-6).sqrt() * eps)[None]
             spread.append(drawn)
     else:
-        shares = _host(key).dirichlet([config.concentration] * len(weight), config.samples)
-        for share in shares:
+        host = np.random.Generator(np.random.Philox(int(key) & (2**63 - 1)))
+        for share in host.dirichlet([config.concentration] * len(weight), config.samples):
             mix = torch.as_tensor(share, dtype=weight.dtype, device=weight.device) * weight
             mix = mix / mix.sum()
             spread.append(tree.map(lambda p, mix=mix: torch.einsum("c,c...->...", mix, p)[None], params))

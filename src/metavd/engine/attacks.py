@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import tree
 from ..core import rng
-from ..core.server import movable
+from ..core.local import movable
 from ..core.types import Update
 from ..data.cohort import Pool
 from ..errors import SpecError

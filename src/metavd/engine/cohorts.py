@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -106,16 +103,6 @@ def round_of(
     return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account, kept)
 
 
-class _Part(NamedTuple):
-    """What is left of a part of a cohort when its answers are added up."""
-
-    sums: Params
-    losses: Tensor
-    account: Callable[[], Account]
-    kept: Params
-    sizes: Tensor
-
-
 def added_up(
     algorithm: Algorithm, pool: Pool, schedule: Schedule, state: ServerState, cohort: Tensor, *, part: int,
     lost: list[int],
@@ -131,21 +118,22 @@ def added_up(
     places = over(here, device)
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
-    def one(first: int) -> _Part:
+    def one(first: int) -> tuple[Params, Answers]:
+        """Return a part's sums, and what is left of its answers when they are added up."""
         some = slice(first, first + part)
         found = round_of(algorithm, pool, schedule, state, cohort[some], lost=[] if first else lost)
         assert found.update is not None
         assert found.losses is not None
         sums = take(shown, found.update._replace(client=places[some]), weight)
         sizes = [value.reshape(len(value), -1).abs().sum(1) for value in found.update.params.values()]
-        return _Part(sums, found.losses, found.account, found.kept, sum(sizes, torch.zeros_like(found.losses)))
+        return sums, found._replace(update=None, sizes=sum(sizes, torch.zeros_like(found.losses)))
 
     whole: Params = {}
-    parts: list[_Part] = []
+    parts: list[Answers] = []
     for first in range(0, len(cohort), part):
-        made = one(first)
-        whole = tree.map(torch.add, whole, made.sums) if whole else made.sums
-        parts.append(made._replace(sums={}))
+        sums, made = one(first)
+        whole = tree.map(torch.add, whole, sums) if whole else sums
+        parts.append(made)
 
     def account() -> Account:
         costs = [made.account() for made in parts]

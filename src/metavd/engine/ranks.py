@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
         about = next((each for each in self.all(about) if each), {})
         if not about:
             return {}
-        device = _device()
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         widths = [prod(shape) * dtype.itemsize for shape, dtype in about.values()]
         mine = torch.zeros(max(counts), sum(widths), dtype=torch.uint8, device=device)
         if values:
@@ -111,10 +111,6 @@ def _reason(error: RuntimeError) -> str:
     if "timed out" in first.lower() or "timeout" in first.lower():
         return "no word from it within rank_wait; raise that where ranks are slow"
     return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". ")[0]
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def joined(wait: float) -> Ranks | None:

@@ -46,7 +46,7 @@ def pfedvem(parts: Parts, o: PFedVEMOptions) -> core.types.Algorithm:
     loss = vem.expected(model, head, o.draws, o.kl)
 
     def trained(name: str) -> bool:
-        return head.is_own(name) or not (model.in_head(name) or name in {vem.VARIANCE, vem.BEGUN})
+        return head.is_own(name) or not (model.in_head(name) or name in {vem.VARIANCE, core.local.BEGUN})
 
     def rate(name: str) -> float:
         return o.spread_rate if head.is_spread(name) else 1.0

@@ -30,15 +30,12 @@ def scores(moves: Params, weight: Tensor, liars: int) -> Tensor:
     return torch.where(weight > 0, near, torch.inf)
 
 
-def _only(ballot: Ballot, chosen: Tensor) -> Ballot:
-    """Count the votes of chosen clients (C,) alone; the others move nothing, not even what is their own."""
-    return ballot._replace(votes=tree.scaled(ballot.votes, chosen), trust=ballot.trust * chosen)
-
-
 def _best(ballot: Ballot, liars: int, number: int) -> Ballot:
+    """Count the votes of the best clients alone; the others move nothing, not even what is their own."""
     score = scores(ballot.moves, ballot.weight, liars)
     places = score.topk(min(max(number, 1), len(score)), largest=False).indices
-    return _only(ballot, torch.zeros_like(ballot.weight).index_fill(0, places, 1.0))
+    chosen = torch.zeros_like(ballot.weight).index_fill(0, places, 1.0)
+    return ballot._replace(votes=tree.scaled(ballot.votes, chosen), trust=ballot.trust * chosen)
 
 
 def _needed(liars: int = 1, *_: int) -> int:
