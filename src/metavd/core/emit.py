@@ -99,34 +99,20 @@ def _filled(model: Model, posterior: Posterior, params: Params, value: Callable[
     }
 
 
-def one_for_all(base: Emit, model: Model, posterior: Posterior) -> Emit:
-    """VD: one spread, learned like any other parameter, for all clients."""
-    names = [name for _, name, _ in _entries(model, posterior)]
+def learned(base: Emit, model: Model, posterior: Posterior, owners: int = 0) -> Emit:
+    """Learn spreads like any other parameter: one for all clients (VD), or one for each of `owners` (EnsembleVD)."""
+    prefix, lead = (OWNED, (owners,)) if owners else ("", ())
 
     def init(key: Tensor) -> Params:
         params = base.init(key)
-        return params | _filled(model, posterior, params, posterior.start)
+        first = _filled(model, posterior, params, posterior.start, *lead)
+        return params | {prefix + name: value for name, value in first.items()}
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        return received | {name: posterior.bounded(name, params[name]) for name in names}
-
-    return Emit(init, apply)
-
-
-def one_per_client(base: Emit, model: Model, posterior: Posterior, num_clients: int) -> Emit:
-    """EnsembleVD: every participating client has a spread of its own."""
-    names = [name for _, name, _ in _entries(model, posterior)]
-
-    def init(key: Tensor) -> Params:
-        params = base.init(key)
-        owned = _filled(model, posterior, params, posterior.start, num_clients)
-        return params | {OWNED + name: value for name, value in owned.items()}
-
-    def apply(params: Params, client: Tensor, round: Tensor) -> Params:
-        received = base.apply(params, client, round)
-        for name in names:
-            received[name] = posterior.bounded(name, row(params[OWNED + name], client))
+        for _, name, _ in _entries(model, posterior):
+            stored = row(params[prefix + name], client) if owners else params[name]
+            received[name] = posterior.bounded(name, stored)
         return received
 
     return Emit(init, apply)

@@ -9,12 +9,12 @@ would take part. One that never took part trains from the first weights for new_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import SOFTMAX, Parts, Training, descent, kept
+from .parts import SOFTMAX, Parts, Training, assemble, descent, kept
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,8 @@ class AloneOptions(Training):
 )  # fmt: skip
 def alone(parts: Parts, o: AloneOptions) -> core.types.Algorithm:
     """No federation: every client trains alone, and keeps everything."""
-    sampling, model = core.types.Sampling, parts.model
+    model = parts.model
     nothing = core.types.Emit(lambda key: {}, lambda params, client, round: {})  # noqa: ARG005
-    steps = descent(parts.outer, o)
-    return core.types.Algorithm(
-        emit=nothing,
-        local=steps,
-        server=core.server.idle(model),
-        personalize=core.local.unchanged,
-        predict=parts.predict,
-        serve=nothing.apply,
-        admit=core.emit.as_newcomer(nothing),
-        train_batches=sampling(o.batch, o.local_epochs),
-        personal_batches=sampling(o.batch, steps=0),
-        keep=kept(model, lambda first: first),
-        newcomer=core.types.Newcomer(steps, sampling(o.batch, o.new_epochs)),
-    )
+    newcomer = core.types.Newcomer(descent(parts.outer, o), core.types.Sampling(o.batch, o.new_epochs))
+    parts = replace(parts, emit=nothing, wrap=lambda _: core.server.idle(model))
+    return assemble(parts, o, keep=kept(model, lambda first: first), newcomer=newcomer)

@@ -293,7 +293,7 @@ def vd(parts: Parts, o: VDOptions) -> Parts:
         parts = _predicted(parts, o, "all")
         groups = parts.groups | {core.emit.HYPER: o.hyper_group, core.emit.ONE_EMBEDDING: o.embed_group}
     else:
-        parts = _posterior(parts, o, core.emit.one_for_all)
+        parts = _posterior(parts, o, core.emit.learned)
         groups = parts.groups | dict.fromkeys(parts.posterior_entries, o.spread_group)
     # The released code evaluates VD with its own spread, and only the others with a constant.
     return replace(parts, groups=groups, serve=lambda emits: emits)
@@ -309,7 +309,7 @@ def ensemblevd(parts: Parts, o: EnsembleVDOptions) -> Parts:
     if o.spread_by == "hypernetwork":
         parts = replace(_predicted(parts, o, "nothing"), admit=lambda used, loss: emit.averaged_apart(used))  # noqa: ARG005
         return _owned(replace(parts, groups=parts.groups | {emit.OWN_HYPER: o.hyper_group}), o, o.embed_group)
-    parts = _posterior(parts, o, lambda base, model, noise: emit.one_per_client(base, model, noise, num))
+    parts = _posterior(parts, o, lambda base, model, noise: emit.learned(base, model, noise, num))
     return _owned(parts, o, o.spread_group)
 
 
