@@ -20,7 +20,6 @@ from metavd.core.model import from_module, xavier
 from metavd.core.types import ServerState
 from metavd.data.formats import load
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
-from metavd.engine.cohorts import simulate
 from metavd.engine.evaluation import answers
 from metavd.engine.machine import tuned
 from metavd.engine.rounds import Silent
@@ -30,6 +29,7 @@ from metavd.errors import SpecError
 from metavd.models.mlp import mlp
 from metavd.runs.settings import Experiment
 from metavd.runs.setup import Setup, prepare, start
+from simulated import simulate
 
 FIELDS = {
     "clients": 6, "unseen": 2, "cohort": 3, "rounds": 3, "width": 8, "dtype": "float64", "eval_every": 3,

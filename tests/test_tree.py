@@ -107,3 +107,17 @@ def test_squared_norm_differentiates():
     """The gradient of |t|^2 is 2 t."""
     slope = grad(tree.squared_norm)(A)
     assert_close(slope, tree.map(lambda value: 2.0 * value, A), rtol=0, atol=0)
+
+
+def test_norms_are_each_clients_own():
+    """Over all entries of a client together: 3-4-0, then 0-0-2; a factor per client scales its norm."""
+    answers = {"w": torch.tensor([[[3.0]], [[0.0]]]).double(), "b": torch.tensor([[4.0, 0.0], [0.0, 2.0]]).double()}
+    assert tree.norms(answers).tolist() == [5.0, 2.0]
+    assert tree.norms(tree.scaled(answers, torch.tensor([2.0, 0.5]).double())).tolist() == [10.0, 1.0]
+
+
+def test_clients_are_parted_and_joined_again():
+    """A slice of clients keeps their axis, so that parts of a cohort put one after another are the cohort."""
+    stacked = {name: torch.stack([value, 2.0 * value, 3.0 * value]) for name, value in A.items()}
+    parts = [tree.unstack(stacked, slice(0, 2)), tree.unstack(stacked, slice(2, 3))]
+    assert_close(tree.concatenated(parts), stacked, rtol=0, atol=0)

@@ -66,6 +66,40 @@ def select(tree: Params, keep: Callable[[str], bool]) -> Params:
     return {name: value for name, value in tree.items() if keep(name)}
 
 
+def without(tree: Params, *prefixes: str) -> Params:
+    """Return the entries whose name begins with none of these.
+
+    >>> without({"own.a": 1, "a": 2, "work.a": 3}, "own.", "work.")
+    {'a': 2}
+    """
+    return select(tree, lambda name: not name.startswith(prefixes))
+
+
+def under(tree: Params, prefix: str) -> Params:
+    """Return the entries whose name begins with a prefix, by what follows it.
+
+    >>> under({"own.a": 1, "a": 2}, "own.")
+    {'a': 1}
+    """
+    return {name.removeprefix(prefix): value for name, value in tree.items() if name.startswith(prefix)}
+
+
+def per_client(values: Tensor, like: Tensor) -> Tensor:
+    """Give numbers of clients (C,) axes of 1, as many as something of theirs (C, ...) has."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def scaled(tree: Params, factors: Tensor) -> Params:
+    """Multiply each client's tree (C, ...) by a number of its own (C,)."""
+    return {name: value * per_client(factors, value) for name, value in tree.items()}
+
+
+def norms(tree: Params, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the L2 norm of each client's whole tree, (C, ...) -> (C,)."""
+    parts = [torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=dtype) for value in tree.values()]
+    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+
+
 def stack(trees: Sequence[Params]) -> Params:
     """Join the trees of C clients into one tree whose entries have a leading axis C."""
     return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
@@ -85,8 +119,13 @@ def gather(trees: Sequence[Params]) -> Params:
     return {name: joined([tree.pop(name) for tree in trees]) for name in list(trees[0])}
 
 
-def unstack(tree: Params, index: int) -> Params:
-    """Return one client's tree of a stacked one."""
+def concatenated(trees: Sequence[Params]) -> Params:
+    """Join trees of several clients each (n, ...) into one of all of them (C, ...)."""
+    return {name: torch.cat([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def unstack(tree: Params, index: int | slice) -> Params:
+    """Return one client's tree of a stacked one, or that of some clients."""
     return {name: value[index] for name, value in tree.items()}
 
 

@@ -72,7 +72,7 @@ def test_row_gradients_reach_the_right_rows():
 @pytest.mark.parametrize(("noise", "first"), [(NOISE, 0.0), (RELEASED, -8.5)])
 def test_one_for_all(net, noise, first):
     """One spread, stored and sent to everyone under its layer's name, first at log sigma^2 = -8.5."""
-    emits = emit.one_for_all(emit.shared(net), net, noise)
+    emits = emit.learned(emit.shared(net), net, noise)
     params = emits.init(rng.key(0))
     assert_close(params["fc1.logvar"], torch.full((3, 6), first).double())
     for number in (0, NEW):
@@ -85,7 +85,7 @@ def test_what_is_sent_is_clamped_already(net, owned):
     ends = torch.tensor([-20.0, -8.5, -1.0, 20.0]).double()
     for noise, slopes in ((RELEASED, [0.0, 1.0, 1.0, 0.0]), (NOISE, [1.0] * 4)):
         base = emit.shared(net)
-        emits = emit.one_per_client(base, net, noise, N) if owned else emit.one_for_all(base, net, noise)
+        emits = emit.learned(base, net, noise, N if owned else 0)
         params = emits.init(rng.key(0))
         name = "server.client.fc1.logvar" if owned else "fc1.logvar"
         stored = params[name].clone()
@@ -102,7 +102,7 @@ def test_what_is_sent_is_clamped_already(net, owned):
 def test_one_per_client(net):
     """Each client has rows of its own under "server.client."; an unseen client gets their mean."""
     noise = LogVariance(("fc1", "fc2"), offset=-8.5, high=0.0)
-    emits = emit.one_per_client(emit.shared(net), net, noise, N)
+    emits = emit.learned(emit.shared(net), net, noise, N)
     params = emits.init(rng.key(0))
     name = "server.client.fc1.logvar"
     assert params[name].shape == (N, 3, 6)
@@ -213,8 +213,8 @@ def test_vmap_is_the_loop(net, kind):
     base = emit.shared(net)
     emits = {
         "shared": base,
-        "one_for_all": emit.one_for_all(base, net, NOISE),
-        "one_per_client": emit.one_per_client(base, net, NOISE, N),
+        "one_for_all": emit.learned(base, net, NOISE),
+        "one_per_client": emit.learned(base, net, NOISE, N),
         "meta": make_meta(net),
         "dropping": emit.dropping(make_meta(net), NOISE, threshold=0.05, start=0),
     }[kind]
@@ -250,7 +250,7 @@ def test_constant(net, noise):
 def graded(net):
     """One spread for all, whose dropout rates are spread over (0, 1)."""
     noise = LogAlpha(("fc1",), offset=0.0)
-    emits = emit.one_for_all(emit.shared(net), net, noise)
+    emits = emit.learned(emit.shared(net), net, noise)
     params = emits.init(rng.key(0))
     params["fc1.logalpha"] = torch.linspace(-4.0, 4.0, 18).double().reshape(3, 6)
     return emits, noise, params
@@ -294,7 +294,7 @@ def test_dropping_as_released_sends_zeros(graded):
 def test_dropping_whole_units(net):
     """With one rate an input unit, the mask has one entry a unit."""
     noise = InputLogAlpha(("fc1",), offset=0.0)
-    base = emit.one_for_all(emit.shared(net), net, noise)
+    base = emit.learned(emit.shared(net), net, noise)
     params = base.init(rng.key(0)) | {"fc1.logalpha": torch.linspace(-3.0, 3.0, 6).double()}
     received = emit.dropping(base, noise, threshold=0.5, start=0).apply(params, client(0), ROUND)
     assert received["fc1.mask"].tolist() == [1, 1, 1, 0, 0, 0]
@@ -307,7 +307,7 @@ def test_dropping_whole_channels_as_released():
     """With one rate an input channel of a convolution, released sends zeros in that channel's kernels."""
     model = from_module(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double())
     noise = InputLogAlpha(("0",), offset=0.0)
-    base = emit.one_for_all(emit.shared(model), model, noise)
+    base = emit.learned(emit.shared(model), model, noise)
     params = base.init(rng.key(0)) | {"0.logalpha": torch.tensor([-1.0, 1.0, -1.0]).double()}
     sent = emit.dropping(base, noise, threshold=0.5, start=0, released=True).apply(params, client(0), ROUND)["0.weight"]
     assert (sent[:, 1] == 0).all()
@@ -341,13 +341,13 @@ def test_masks_of_ones_at_first(net):
 
 
 def test_zeroed_and_kept(net):
-    """Both send zeros for masked weights: `zeroed` without a mask, `kept` with the mask under another name."""
+    """Zeros are sent for masked weights: without a mask, or with `keep` and the mask under another name."""
     base = emit.unmasked(emit.shared(net), ["fc1"])
     params = base.init(rng.key(0))
     mask = (rng.uniform(rng.key(1), [3, 6]) > 0.5).double()
     params["fc1.mask"] = mask
-    zeroed = emit.zeroed(base, ["fc1"]).apply(params, client(0), ROUND)
-    kept = emit.kept(base, ["fc1"]).apply(params, client(0), ROUND)
+    zeroed = emit.zeroed(base, ["fc1"], keep=False).apply(params, client(0), ROUND)
+    kept = emit.zeroed(base, ["fc1"], keep=True).apply(params, client(0), ROUND)
     assert_close(zeroed["fc1.weight"], params["fc1.weight"] * mask, rtol=0, atol=0)
     assert torch.equal(kept.pop("fc1.keep"), mask)
     assert_same(kept, zeroed)
@@ -420,7 +420,7 @@ def test_fitted_without_data_is_the_mean_embedding(fit):
 def test_rates_read_what_was_sent():
     """Diagnostics: the rates of what a client received follow its lambda and the weights."""
     model = from_module(small_cnn((1, 4, 4), 3, width=2).double(), init=xavier)
-    emits = emit.one_for_all(emit.shared(model), model, LogVariance(("conv1",), offset=-8.5))
+    emits = emit.learned(emit.shared(model), model, LogVariance(("conv1",), offset=-8.5))
     received = emits.apply(emits.init(rng.key(0)), client(0), ROUND)
     noise = LogVariance(("conv1",))
     assert_close(noise.rates(received)["conv1"], torch.sigmoid(noise.log_alpha(received, "conv1")))

@@ -111,6 +111,11 @@ def test_conditional_is_the_textbook_gaussian():
     assert_close(slope @ slope.mT, sigma, rtol=0, atol=1e-10)
 
 
+def marginals_of(gram, cross, omega, kappa, variance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance (P, S, b) of f* at the query rows."""
+    return gp_nodes._moments(gp_nodes._reach(gram, cross, omega, kappa)[2], variance)
+
+
 def test_marginals_are_gp_regression_on_pseudo_targets():
     """Given omega the predictive is that of regression on kappa/omega with noise 1/omega; omega = 0 deletes a row."""
     x, _ = blobs(6, 3)
@@ -118,7 +123,7 @@ def test_marginals_are_gp_regression_on_pseudo_targets():
     gram, cross = gp.kernel(x, x) + 1e-3 * torch.eye(6), gp.kernel(x, query)
     omega = torch.tensor([0.2, 0.0, 0.4, 0.1, 0.0, 0.3], dtype=torch.float64)
     kappa = 0.5 * torch.tensor([1, 0, -1, 1, 0, -1], dtype=torch.float64)
-    mean, variance = gp_nodes.marginals(gram[None], cross[None], omega[None, None], kappa[None, None], 8.001)
+    mean, variance = marginals_of(gram[None], cross[None], omega[None, None], kappa[None, None], 8.001)
     keep = omega > 0
     inverse = torch.linalg.inv(gram[keep][:, keep] + torch.diag(1 / omega[keep]))
     assert_close(mean[0, 0], cross[keep].mT @ inverse @ (kappa / omega)[keep], rtol=0, atol=1e-10)
@@ -178,7 +183,7 @@ def test_two_class_posterior_is_the_exact_integral(rows, y):
     keys = rng.split(rng.key(5), len(y))[None]
     many = Inference(chains=10_000, sweeps=12)
     omega = gp_nodes.gibbs(gram, kappa[None], keys, many)
-    mean, variance = gp_nodes.marginals(gram[None], gp.kernel(x, query)[None], omega, kappa[None, None], 8.001)
+    mean, variance = marginals_of(gram[None], gp.kernel(x, query)[None], omega, kappa[None, None], 8.001)
     left, expected_omega = exact_left(x, kappa, query)
     assert ((omega[0].mean(0) - expected_omega).abs() < 4 * omega[0].std(0) / 100).all()
     assert_close(gp_nodes.branches(mean, variance)[0, 0].exp(), left, rtol=0, atol=0.006)
@@ -195,7 +200,7 @@ def test_predictive_uses_the_prior_it_is_given():
     inference = SMALL._replace(scale=3.0, length=0.5, jitter=0.01)
     posterior = gp.condition(x, y, None, rng.key(0), 2, inference=inference)
     gram, cross = gp.kernel(x, x, 3.0, 0.5) + 0.01 * torch.eye(6), gp.kernel(x, query, 3.0, 0.5)
-    marginals = gp_nodes.marginals(gram[None], cross[None], posterior["gp.omega"], posterior["gp.kappa"][None], 3.01)
+    marginals = marginals_of(gram[None], cross[None], posterior["gp.omega"], posterior["gp.kappa"][None], 3.01)
     left, right = gp_nodes.branches(*marginals)[0].exp()
     probs = gp.predictive(posterior, query, novel="zero", inference=inference)
     assert_close(probs, torch.stack([left, right], 1), rtol=0, atol=1e-10)

@@ -344,7 +344,7 @@ def emits_for(net, kind):
     base = emit.shared(net)
     if kind == "meta":
         return emit.meta(base, net, POSTERIOR, 7, size=3, width=4)
-    return base if kind == "shared" else emit.one_per_client(base, net, POSTERIOR, 7)
+    return base if kind == "shared" else emit.learned(base, net, POSTERIOR, 7)
 
 
 def round_of(emits, base, seed=0):

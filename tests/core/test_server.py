@@ -29,8 +29,8 @@ def emits_for(net):
     meta = emit.meta(base, net, NOISE, N, size=3, width=4)
     return {
         "shared": base,
-        "one_for_all": emit.one_for_all(base, net, NOISE),
-        "one_per_client": emit.one_per_client(base, net, NOISE, N),
+        "one_for_all": emit.learned(base, net, NOISE),
+        "one_per_client": emit.learned(base, net, NOISE, N),
         "meta": meta,
         "dropping": emit.dropping(meta, NOISE, threshold=0.03, start=0),
         "released dropping": emit.dropping(meta, NOISE, threshold=0.03, start=0, released=True),

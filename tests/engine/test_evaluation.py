@@ -21,7 +21,6 @@ from metavd.data.cohort import PERSONAL, TRAIN, Pool, batches, pool
 from metavd.data.partition import federate
 from metavd.data.source import arrays
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.cohorts import simulate
 from metavd.engine.evaluation import answers
 from metavd.engine.schedule.loop import loop
 from metavd.engine.schedule.vmap import vmap
@@ -29,6 +28,7 @@ from metavd.evaluate.diagnose import diagnose
 from metavd.evaluate.metrics import gap_interval, summarize
 from metavd.models.mlp import mlp
 from metavd.tree import Params
+from simulated import simulate
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from metavd import methods
 from metavd.core.types import Batch, Local, Move
 from metavd.data.cohort import choose
 from metavd.data.source import Source, arrays
-from metavd.engine.cohorts import simulate
 from metavd.engine.schedule import Schedule
 from metavd.engine.schedule import graph as module
 from metavd.engine.schedule.capture import _stored
@@ -30,6 +29,7 @@ from metavd.engine.schedule.vmap import all_at_once, vmap, whole_turns
 from metavd.runs.settings import Experiment
 from metavd.runs.setup import Setup, prepare, start
 from metavd.tree import Params
+from simulated import simulate
 
 CHEAP = {"batch": 16, "local_epochs": 2, "drop_from": 0}
 

@@ -26,7 +26,7 @@ from metavd.data.formats import load
 from metavd.data.partition import Federation
 from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.cohorts import in_process, simulate
+from metavd.engine.cohorts import in_process
 from metavd.engine.evaluation import answers
 from metavd.engine.rounds import Answers, Record, rounds
 from metavd.engine.schedule import Map, Schedule
@@ -37,6 +37,7 @@ from metavd.engine.task import reentrant
 from metavd.engine.turn import Moment
 from metavd.models.mlp import mlp
 from metavd.tree import Params
+from simulated import simulate
 
 CHEAP = {"batch": 4, "hyper_width": 6, "teachers": 1, "drop_from": 1, "threshold": 0.2}
 

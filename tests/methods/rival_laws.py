@@ -12,7 +12,6 @@ import torch
 from metavd import methods
 from metavd.core.types import Algorithm, Batch, ServerState
 from metavd.data.source import Source, arrays
-from metavd.engine.cohorts import simulate
 from metavd.engine.evaluation import answers
 from metavd.engine.kept import held
 from metavd.engine.schedule import Schedule
@@ -24,6 +23,7 @@ from metavd.engine.turn import moment, train_batches
 from metavd.runs.settings import Experiment
 from metavd.runs.setup import Setup, prepare, start
 from metavd.tree import Params
+from simulated import simulate
 
 CLIENTS, UNSEEN, COHORT = 6, 2, 3
 CHEAP = {"batch": 8, "local_epochs": 2, "lr": 0.1, "hyper_width": 4}

@@ -15,11 +15,11 @@ from metavd.core.rng import fold
 from metavd.core.types import Sampling
 from metavd.data.cohort import PERSONAL, batches
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
-from metavd.engine.cohorts import simulate
 from metavd.engine.kept import digest
 from metavd.engine.schedule.loop import loop
 from metavd.engine.turn import moment
 from metavd.runs.setup import start
+from simulated import simulate
 
 
 def test_schedules_agree() -> None:

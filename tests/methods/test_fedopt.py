@@ -14,10 +14,10 @@ from metavd.core import aggregate, rng, server
 from metavd.core.optim import Adaptive, Groups
 from metavd.core.types import Emit, Update
 from metavd.engine.checkpoint import load_checkpoint, save_checkpoint, state_hash
-from metavd.engine.cohorts import simulate
 from metavd.engine.schedule.loop import loop
 from metavd.runs.setup import start
 from metavd.tree import Params
+from simulated import simulate
 
 KINDS = ("adam", "yogi", "adagrad")
 

@@ -24,12 +24,12 @@ from metavd.data.cohort import TRAIN, batches, choose, pool
 from metavd.data.formats import load
 from metavd.data.partition import Federation
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.cohorts import simulate
 from metavd.engine.schedule.loop import loop
 from metavd.models.mlp import mlp
 from metavd.tree import stack
 from metavd.wire import codec, decode, encode
 from metavd.wire.codec import MESSAGE
+from simulated import simulate
 
 
 def same(found, wanted):

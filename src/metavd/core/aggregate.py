@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..tree import Params
 from .posterior import Posterior, per_weight
 from .rules.coordinates import weighted_median
@@ -42,8 +43,8 @@ def lower_median(weight: Tensor) -> Tensor:
 
 def _precisions(posterior: Posterior, params: Params, layer: str, share: Tensor) -> Tensor:
     """Return each client's precision of a layer's weights times its share (C,): (C, ...), perhaps with axes of 1."""
-    share = share.reshape(-1, *[1] * (params[f"{layer}.weight"].dim() - 1))
-    return torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, share)
+    each = tree.per_client(share, params[f"{layer}.weight"])
+    return torch.func.vmap(posterior.precision, (0, None, 0))(params, layer, each)
 
 
 def precision(posterior: Posterior) -> Summed:
@@ -63,7 +64,7 @@ def size(posterior: Posterior) -> Summed:
     """The same without the precision: mu = sum_i w_i m_i mu_i / sum_i w_i m_i, which without masks is `mean`."""
 
     def alike(params: Params, layer: str, weight: Tensor) -> Tensor:
-        return weight.reshape(-1, *[1] * (params[f"{layer}.weight"].dim() - 1))
+        return tree.per_client(weight, params[f"{layer}.weight"])
 
     return _agreed(posterior, alike)
 
@@ -75,18 +76,6 @@ def _agreed(posterior: Posterior, say: Callable[[Params, str, Tensor], Tensor]) 
         """Return how loud each client speaks about each weight of a layer (C, ...), not at all where it drops it."""
         found, mask = say(params, layer, weight), params.get(f"{layer}.mask")
         return found if mask is None else found * torch.func.vmap(per_weight)(mask, params[f"{layer}.weight"])
-
-    def aggregate(params: Params, weight: Tensor) -> Params:
-        targets = dict(params)
-        for layer in posterior.layers:
-            name = f"{layer}.weight"
-            answers, votes = params[name], votes_on(params, layer, weight)
-            total = votes.sum(0)
-            consensus = (votes * answers).sum(0) / (total + _EPS)
-            if f"{layer}.mask" in params:
-                consensus = torch.where(total > 0, consensus, answers[0])
-            targets[name] = consensus.expand_as(answers)
-        return targets
 
     def sums(params: Params, weight: Tensor) -> Params:
         found: Params = {}
@@ -102,6 +91,10 @@ def _agreed(posterior: Posterior, say: Callable[[Params, str, Tensor], Tensor]) 
                               now[name])
             for name in names
         }  # fmt: skip
+
+    def aggregate(params: Params, weight: Tensor) -> Params:
+        agreed = consensus(sums(params, weight), {name: params[name][0] for name in names})
+        return params | {name: value.expand_as(params[name]) for name, value in agreed.items()}
 
     names = tuple(f"{layer}.weight" for layer in posterior.layers)
     return Summed(aggregate, names, sums, consensus)
@@ -119,7 +112,7 @@ def votes(params: Params, weight: Tensor, names: Iterable[str], posterior: Poste
     found = {}
     for name in names:
         answers = params[name]
-        counts = weight.reshape(-1, *[1] * (answers.dim() - 1))
+        counts = tree.per_client(weight, answers)
         layer, _, last = name.rpartition(".")
         mask = params.get(f"{layer}.mask") if last == "weight" else None
         if mask is not None:

@@ -94,7 +94,7 @@ def tracking(base: Local, model: Model, sampling: Sampling, momentum: float) -> 
         batch = batches[0]
         mean = _mean(model.features(params, batch.x), batch.mask)
         running, weight = _running(params, mean, momentum)
-        rows = torch.full_like(weight, len(batch.y)) if batch.mask is None else batch.mask.sum()
+        rows = batch.rows()
         goes_on = (sampling.seen(index, batch) > 0).to(rows.dtype)
         put = {
             _RUNNING: running, _WEIGHT: weight,
@@ -104,6 +104,6 @@ def tracking(base: Local, model: Model, sampling: Sampling, momentum: float) -> 
 
     def final(params: Params) -> Params:
         told = {AGREED: params[_SUM] / params[_ROWS].clamp(min=1.0)}
-        return tree.select(params, lambda name: not name.startswith("work.")) | told
+        return tree.without(params, "work.") | told
 
     return replace(base, init=init, step=step, final=final)

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional
 
+from .. import tree
 from ..ops.posterior import clamp
 from ..tree import Params
 from . import rng
 from .model import xavier
 from .posterior import Posterior, per_weight
-from .types import Admit, Batch, Emit, Model, Objective
+from .types import NEW, Admit, Batch, Emit, Model, Objective
 
 SERVER = "server."
 OWNED = "server.client."
@@ -41,7 +42,7 @@ def shared(model: Model) -> Emit:
     """Everyone receives the model's parameters (and the masks that the server may have made for them)."""
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:  # noqa: ARG001
-        return {name: value for name, value in params.items() if not name.startswith(SERVER)}
+        return tree.without(params, SERVER)
 
     return Emit(model.init, apply)
 
@@ -98,34 +99,20 @@ def _filled(model: Model, posterior: Posterior, params: Params, value: Callable[
     }
 
 
-def one_for_all(base: Emit, model: Model, posterior: Posterior) -> Emit:
-    """VD: one spread, learned like any other parameter, for all clients."""
-    names = [name for _, name, _ in _entries(model, posterior)]
+def learned(base: Emit, model: Model, posterior: Posterior, owners: int = 0) -> Emit:
+    """Learn spreads like any other parameter: one for all clients (VD), or one for each of `owners` (EnsembleVD)."""
+    prefix, lead = (OWNED, (owners,)) if owners else ("", ())
 
     def init(key: Tensor) -> Params:
         params = base.init(key)
-        return params | _filled(model, posterior, params, posterior.start)
+        first = _filled(model, posterior, params, posterior.start, *lead)
+        return params | {prefix + name: value for name, value in first.items()}
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        return received | {name: posterior.bounded(name, params[name]) for name in names}
-
-    return Emit(init, apply)
-
-
-def one_per_client(base: Emit, model: Model, posterior: Posterior, num_clients: int) -> Emit:
-    """EnsembleVD: every participating client has a spread of its own."""
-    names = [name for _, name, _ in _entries(model, posterior)]
-
-    def init(key: Tensor) -> Params:
-        params = base.init(key)
-        owned = _filled(model, posterior, params, posterior.start, num_clients)
-        return params | {OWNED + name: value for name, value in owned.items()}
-
-    def apply(params: Params, client: Tensor, round: Tensor) -> Params:
-        received = base.apply(params, client, round)
-        for name in names:
-            received[name] = posterior.bounded(name, row(params[OWNED + name], client))
+        for _, name, _ in _entries(model, posterior):
+            stored = row(params[prefix + name], client) if owners else params[name]
+            received[name] = posterior.bounded(name, stored)
         return received
 
     return Emit(init, apply)
@@ -217,11 +204,7 @@ def meta(
 
 def predicted(params: Params, client: Tensor) -> Tensor:
     """Return what the hypernetwork, the client's own or everyone's, predicts for a client."""
-    own = {
-        HYPER + name.removeprefix(OWN_HYPER): row(table, client)
-        for name, table in params.items()
-        if name.startswith(OWN_HYPER)
-    }
+    own = {HYPER + name: row(table, client) for name, table in tree.under(params, OWN_HYPER).items()}
     given = params[ONE_EMBEDDING][0] if ONE_EMBEDDING in params else row(params[EMBEDDING], client)
     return hypernetwork(own or params, given)
 
@@ -270,33 +253,32 @@ def unmasked(base: Emit, layers: Sequence[str]) -> Emit:
     return Emit(init, base.apply)
 
 
-def kept(base: Emit, layers: Sequence[str]) -> Emit:
-    """Send zeros in place of masked weights, and "keep" for the mask: the released code's training under SNIP.
+def zeroed(base: Emit, layers: Sequence[str], *, keep: bool) -> Emit:
+    """Send zeros in place of masked weights, and no mask: the released code's evaluation under SNIP.
 
-    The layer then reads its weight as it is, so the clip of a step still counts the gradients of masked weights.
+    With `keep`, its training: the mask is sent as "keep". The layer then reads its weight as it is, so the clip of a
+    step still counts the gradients of masked weights.
     """
-
-    def apply(params: Params, client: Tensor, round: Tensor) -> Params:
-        received = base.apply(params, client, round)
-        for layer in layers:
-            received[f"{layer}.keep"] = received.pop(f"{layer}.mask")
-            received[f"{layer}.weight"] = received[f"{layer}.weight"] * received[f"{layer}.keep"]
-        return received
-
-    return Emit(base.init, apply)
-
-
-def zeroed(base: Emit, layers: Sequence[str]) -> Emit:
-    """Send zeros in place of masked weights, and no mask: the released code's evaluation under SNIP."""
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
         for layer in layers:
             mask = received.pop(f"{layer}.mask")
             received[f"{layer}.weight"] = received[f"{layer}.weight"] * mask
+            if keep:
+                received[f"{layer}.keep"] = mask
         return received
 
     return Emit(base.init, apply)
+
+
+def as_newcomer(emit: Emit) -> Admit:
+    """Admit an unseen client with what is emitted for one: of what clients own it gets the mean."""
+
+    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
+        return emit.apply(params, torch.full((), NEW, dtype=torch.int64, device=round.device), round)
+
+    return admit
 
 
 def averaged(emit: Emit) -> Admit:
@@ -313,9 +295,8 @@ def averaged(emit: Emit) -> Admit:
         only = torch.zeros((), dtype=torch.int64, device=round.device)
         last = _depth(params)
         units = hidden_units(params, some_rows(params[EMBEDDING])).mean(0, keepdim=True)
-        others = {name: value for name, value in params.items() if not name.startswith(HYPER)}
         layer = {f"{HYPER}0.{part}": params[f"{HYPER}{last}.{part}"] for part in ("weight", "bias")}
-        return emit.apply({**others, **layer, EMBEDDING: units}, only, round)
+        return emit.apply(tree.without(params, HYPER) | layer | {EMBEDDING: units}, only, round)
 
     return admit
 
@@ -328,9 +309,8 @@ def averaged_apart(emit: Emit) -> Admit:
         clients = some_rows(torch.arange(len(params[EMBEDDING]), device=round.device))
         each = vmap(predicted, (None, 0), chunk_size=_AT_ONCE)(params, clients)
         mean = each.mean(0, keepdim=True)
-        others = {name: value for name, value in params.items() if not name.startswith(OWN_HYPER)}
         told = {f"{OWN_HYPER}0.weight": mean.new_zeros(1, mean.shape[1], 1), f"{OWN_HYPER}0.bias": mean}
-        return emit.apply({**others, **told, EMBEDDING: mean.new_zeros(1, 1)}, only, round)
+        return emit.apply(tree.without(params, OWN_HYPER) | told | {EMBEDDING: mean.new_zeros(1, 1)}, only, round)
 
     return admit
 

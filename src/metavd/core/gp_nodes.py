@@ -114,7 +114,10 @@ def latent(grams: Sequence[Tensor], omega: Tensor, kappa: Tensor, *, prior: Tens
 
 
 def _reach(gram: Tensor, cross: Tensor, omega: Tensor, kappa: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return S, the factor L of B, and L^-1 S k* (P, S, m, b + 1) with L^-1 S kappa / omega in the last column."""
+    """Return S, the factor L of B, and L^-1 S k* (P, S, m, b + 1) with L^-1 S kappa / omega in the last column.
+
+    K = `gram` (P, m, m), k* = `cross` (P, m, b); omega (P, S, m) and kappa (P, 1, m).
+    """
     scale, target = _whitened(omega, kappa)
     lower = factor(gram, scale)
     wanted = torch.cat([scale[..., None] * cross[:, None], target[..., None]], -1)
@@ -122,19 +125,14 @@ def _reach(gram: Tensor, cross: Tensor, omega: Tensor, kappa: Tensor) -> tuple[T
 
 
 def _moments(reach: Tensor, variance: float) -> tuple[Tensor, Tensor]:
-    """Mean and variance (P, S, b) of f* from what `_reach` gives."""
-    to_query, pull = reach[..., :-1], reach[..., -1:]
-    return (to_query * pull).sum(-2), variance - to_query.square().sum(-2)
-
-
-def marginals(gram: Tensor, cross: Tensor, omega: Tensor, kappa: Tensor, variance: float) -> tuple[Tensor, Tensor]:
-    """Mean and variance (P, S, b) of f* at the query rows, given omega (P, S, m) and kappa (P, 1, m).
+    """Mean and variance (P, S, b) of f* at the query rows from what `_reach` gives, `variance` being the prior's.
 
         mean = k*^T (K + Omega^-1)^-1 kappa / omega,   var = variance - k*^T (K + Omega^-1)^-1 k*
 
-    with (K + Omega^-1)^-1 = S B^-1 S, K = `gram` (P, m, m), k* = `cross` (P, m, b), `variance` the prior's of f*.
+    with (K + Omega^-1)^-1 = S B^-1 S.
     """
-    return _moments(_reach(gram, cross, omega, kappa)[2], variance)
+    to_query, pull = reach[..., :-1], reach[..., -1:]
+    return (to_query * pull).sum(-2), variance - to_query.square().sum(-2)
 
 
 @cache

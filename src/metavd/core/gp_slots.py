@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..tree import Params
 from . import gp, rng
+from .emit import as_newcomer, joined_by
 from .gp_nodes import Inference
-from .types import NEW, Admit, Answer, Batch, Emit, Local, Model, Move, Objective, Predict
+from .types import Admit, Answer, Batch, Emit, Local, Model, Move, Objective, Predict
 
 POINTS = "gp_points"
 _BORROW = "gp.borrow"
@@ -34,13 +35,10 @@ def with_points(base: Emit, model: Model, num_classes: int, points: int) -> Emit
     """Add learned inducing points, `points` a class, in the space of the features."""
     width = list(model.layers.values())[-1][1]
 
-    def init(key: Tensor) -> Params:
-        params = base.init(key)
-        like = next(iter(params.values()))
-        draw = rng.normal(rng.fold(key, 50_000), [num_classes, points, width], like.dtype)
-        return params | {POINTS: 0.01 * draw}
+    def drawn(key: Tensor, like: Tensor) -> Params:
+        return {POINTS: 0.01 * rng.normal(rng.fold(key, 50_000), [num_classes, points, width], like.dtype)}
 
-    return Emit(init, base.apply)
+    return joined_by(base, drawn)
 
 
 def predictive_likelihood(model: Model, tree: Tree) -> Objective:
@@ -93,10 +91,10 @@ def tree_prediction(model: Model, tree: Tree) -> Predict:
 
 def borrowing(emit: Emit) -> Admit:
     """Let a client that was never seen condition on the inducing points of its classes too."""
+    shown = as_newcomer(emit)
 
-    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
-        client = torch.full((), NEW, dtype=torch.int64, device=round.device)
-        received = emit.apply(params, client, round)
+    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:
+        received = shown(params, round, batches)
         return received | {_BORROW: torch.ones_like(received[POINTS][0, 0, 0])}
 
     return admit

@@ -181,8 +181,7 @@ def stage(model: Model, sampling: Sampling, fit: Fit, *, lr: float, clip: float 
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         batch = batches[0]
-        real = torch.ones_like(params[_BIAS][:1]).expand(len(batch.y)) if batch.mask is None else batch.mask
-        labels = (batch.y[:, None] == torch.arange(fit.num_classes, device=batch.y.device)) * real[:, None]
+        real, labels = batch.real(), batch.labels(fit.num_classes)
         epoch = sampling.epoch(index, batch)
         counts = params[_COUNTS] + (epoch < COUNTING) * labels.sum(0)
         prior = log_prior(counts, fit.floor)
@@ -191,7 +190,7 @@ def stage(model: Model, sampling: Sampling, fit: Fit, *, lr: float, clip: float 
             logits = model.features(params | moving, batch.x) @ params[_WEIGHT].mT + params[_BIAS] + prior
             return cross_entropy(logits[None], batch.y, batch.mask)
 
-        features = tree.select(params, lambda name: not name.startswith(_OWN))
+        features = tree.without(params, _OWN)
         if training:
             slope, loss = grad_and_value(objective)(features)
             moves = ((epoch >= COUNTING) & (epoch < COUNTING + training)).to(loss.dtype)
@@ -212,7 +211,7 @@ def stage(model: Model, sampling: Sampling, fit: Fit, *, lr: float, clip: float 
 
     def final(params: Params) -> Params:
         means, covariance = _mixed(params, fit)
-        features = tree.select(params, lambda name: not name.startswith(_OWN))
+        features = tree.without(params, _OWN)
         if not personal:
             return features | {MEANS: means, COVARIANCE: covariance}
         weight, bias = head(means, covariance, fit.shrinkage)

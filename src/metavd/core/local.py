@@ -46,7 +46,8 @@ def _shared(name: str) -> bool:
     return not name.startswith((OWN, MIX))
 
 
-def _trained(params: Params, frozen: Sequence[str]) -> Params:
+def movable(params: Params, frozen: Sequence[str] = ()) -> Params:
+    """Return the entries that training moves: all but masks, and those with a frozen ending."""
     endings = {*FIXED, *frozen}
     return tree.select(params, lambda name: name.rpartition(".")[2] not in endings)
 
@@ -61,11 +62,26 @@ def _bind(
     only: Callable[[str], bool] | None = None,
 ) -> tuple[Callable[[Params], Tensor], Params]:
     """Return the objective as a function of the trained entries alone, and those entries."""
-    trained = _trained(params, frozen)
+    trained = movable(params, frozen)
     if only is not None:
         trained = tree.select(trained, only)
     fixed = {name: value for name, value in params.items() if name not in trained}
     return (lambda moving: objective({**fixed, **moving}, batch, anchor)), trained
+
+
+def _gradient(
+    objective: Objective,
+    params: Params,
+    batch: Batch,
+    anchor: Params,
+    *,
+    only: Callable[[str], bool] | None = None,
+    rate: Callable[[str], float] | None = None,
+) -> tuple[Params, Tensor]:
+    """Return the gradient by the trained entries, each times its rate, and the loss."""
+    function, trained = _bind(objective, params, batch, anchor, only=only)
+    gradient, loss = grad_and_value(function)(trained)
+    return _rated(gradient, rate), loss
 
 
 def _move(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
@@ -85,12 +101,6 @@ def _down(params: Params, gradient: Params, lr: float, clip: float | None) -> Mo
         moved = _move(params, gradient, lr, clip)
         return Move({}, {name: moved[name] for name in gradient})
     return Move(gradient, {})
-
-
-def _landed(params: Params, gradient: Params, lr: float, clip: float | None) -> Params:
-    """Return the entries of a gradient after the step that `_down` describes, to the bit."""
-    move = _down(params, gradient, lr, clip)
-    return move.put or descend({name: params[name] for name in gradient}, gradient, lr, clip)
 
 
 def _rated(gradient: Params, rate: Callable[[str], float] | None) -> Params:
@@ -115,9 +125,8 @@ def sgd(
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, params, batches[0], received, only=only)
-        gradient, loss = grad_and_value(function)(trained)
-        return _down(params, _rated(gradient, rate), lr, clip), loss
+        gradient, loss = _gradient(objective, params, batches[0], received, only=only, rate=rate)
+        return _down(params, gradient, lr, clip), loss
 
     return Local(step, lr, clip)
 
@@ -129,20 +138,16 @@ def heavy_ball(objective: Objective, *, lr: float, momentum: float, clip: float 
     """
 
     def init(received: Params) -> Params:
-        return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in _trained(received, ()).items()}
-
-    def weights(params: Params) -> Params:
-        return tree.select(params, lambda name: not name.startswith(_VELOCITY))
+        return received | {_VELOCITY + name: torch.zeros_like(value) for name, value in movable(received).items()}
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, weights(params), batches[0], received)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, tree.without(params, _VELOCITY), batches[0], received)
         heading = {
             name: momentum * params[_VELOCITY + name] + slope for name, slope in tree.clip(gradient, clip).items()
         }
         return Move(heading, {_VELOCITY + name: value for name, value in heading.items()}), loss
 
-    return Local(step, lr, None, init=init, final=weights)
+    return Local(step, lr, None, init=init, final=lambda params: tree.without(params, _VELOCITY))
 
 
 def projected(stage: Local, posterior: Posterior, names: Sequence[str]) -> Local:
@@ -176,12 +181,11 @@ def in_turns(
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
-        function, trained = _bind(objective, params, batches[0], received, only=only)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, params, batches[0], received, only=only, rate=rate)
         early = sampling.epoch(index, batches[0]) < epochs
         moving = {
             name: torch.where(early if first(name) else ~early, value, torch.zeros_like(value))
-            for name, value in _rated(gradient, rate).items()
+            for name, value in gradient.items()
         }
         return _down(params, moving, lr, clip), loss
 
@@ -190,17 +194,22 @@ def in_turns(
 
 def own_of(params: Params) -> Params:
     """Return a client's own entries under the names of what they stand beside."""
-    return {name.removeprefix(OWN): value for name, value in params.items() if name.startswith(OWN)}
+    return tree.under(params, OWN)
 
 
 def without_own(params: Params) -> Params:
     """Return everything but a client's own entries."""
-    return tree.select(params, lambda name: not name.startswith(OWN))
+    return tree.without(params, OWN)
 
 
 def use_own(params: Params) -> Params:
     """Put a client's own entries in the place of those that they stand beside."""
     return without_own(params) | own_of(params)
+
+
+def own_at_received(params: Params) -> Params:
+    """Put what was received in the place of a client's own entries."""
+    return params | {OWN + name: params[name] for name in own_of(params)}
 
 
 def near(objective: Objective, *, mu: float, lr: float, clip: float | None = 5.0) -> Local:
@@ -211,10 +220,10 @@ def near(objective: Objective, *, mu: float, lr: float, clip: float | None = 5.0
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
         own, given = own_of(params), without_own(received)
-        function, trained = _bind(objective, given | own, batches[0], given, only=own.__contains__)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, given | own, batches[0], given, only=own.__contains__)
         gradient = {name: value + mu * (own[name] - given[name]) for name, value in gradient.items()}
-        moved = _landed(given | own, gradient, lr, clip)
+        move = _down(given | own, gradient, lr, clip)
+        moved = move.put or descend({name: own[name] for name in gradient}, gradient, lr, clip)
         return Move({}, {OWN + name: value for name, value in moved.items()}), loss
 
     return Local(step)
@@ -243,18 +252,14 @@ def controlled(objective: Objective, *, lr: float, clip: float | None = 5.0) -> 
     A client ends with w, with c + (c_i' - c_i) in the place of c, and with c_i' as its own. One without a step ends
     with what it had.
     """
-
-    def weights(params: Params) -> Params:
-        return tree.select(params, lambda name: not name.startswith((CONTROL, OWN, _START, _STEPS)))
+    work = CONTROL, OWN, _START, _STEPS
 
     def init(received: Params) -> Params:
-        start = {_START + name.removeprefix(CONTROL): received[name.removeprefix(CONTROL)]
-                 for name in received if name.startswith(CONTROL)}  # fmt: skip
+        start = {_START + name: received[name] for name in tree.under(received, CONTROL)}
         return received | start | {_STEPS: next(iter(start.values())).new_zeros(())}
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        function, trained = _bind(objective, weights(params), batches[0], weights(received))
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, tree.without(params, *work), batches[0], tree.without(received, *work))
         slope = {
             name: value - params[OWN + CONTROL + name] + params[CONTROL + name]
             for name, value in tree.clip(gradient, clip).items()
@@ -262,9 +267,9 @@ def controlled(objective: Objective, *, lr: float, clip: float | None = 5.0) -> 
         return Move(slope, {_STEPS: params[_STEPS] + 1.0}), loss
 
     def final(params: Params) -> Params:
-        steps, ended = params[_STEPS], tree.select(params, lambda name: not name.startswith((_START, _STEPS)))
-        for name in [name.removeprefix(_START) for name in params if name.startswith(_START)]:
-            mean = (params[_START + name] - params[name]) / (steps.clamp(min=1.0) * lr)
+        steps, ended = params[_STEPS], tree.without(params, _START, _STEPS)
+        for name, start in tree.under(params, _START).items():
+            mean = (start - params[name]) / (steps.clamp(min=1.0) * lr)
             change = torch.where(steps > 0, mean - params[CONTROL + name], torch.zeros_like(mean))
             for part in (CONTROL, OWN + CONTROL):
                 ended[part + name] = params[part + name] + change
@@ -282,14 +287,13 @@ def personal(objective: Objective, *, pull: float, steps: int, lr: float, clip: 
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        theta = _trained(params, ())
+        theta = movable(params)
         losses = []
         for _ in range(steps):
-            function, at = _bind(objective, params | theta, batches[0], received)
-            gradient, loss = grad_and_value(function)(at)
+            gradient, loss = _gradient(objective, params | theta, batches[0], received)
             losses.append(loss)
-            slope = tree.map(lambda g, a, w: g + pull * (a - w), tree.clip(gradient, clip), at, received)
-            theta = tree.axpy(-lr, slope, at)
+            slope = tree.map(lambda g, a, w: g + pull * (a - w), tree.clip(gradient, clip), theta, received)
+            theta = tree.axpy(-lr, slope, theta)
         return Move({}, theta), losses[0]
 
     return Local(step)
@@ -303,6 +307,13 @@ def envelope(near: Local, *, pull: float, lr: float) -> Local:
         return Move({name: pull * (params[name] - theta) for name, theta in move.put.items()}, {}), loss
 
     return Local(step, lr)
+
+
+def unmixed(params: Params) -> Params:
+    """Return what a client that mixes these entries keeps before its first turn: nothing of its own, weights of 1."""
+    own = {OWN + name: torch.zeros_like(value) for name, value in params.items()}
+    mix = {MIX + name: torch.ones_like(value) for name, value in params.items()}
+    return own | mix | {BEGUN: next(iter(params.values())).new_zeros(())}
 
 
 def mixing(
@@ -339,11 +350,10 @@ def mixing(
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
         batch = batches[0]
         early = sampling.epoch(index, batch) < epochs
-        real = torch.ones_like(batch.size).expand(len(batch.y)) if batch.mask is None else batch.mask
+        real = batch.real()
         place = sampling.seen(index, batch) + real.cumsum(0) - real
         used = real * (~early | (place < torch.ceil(share * batch.size))).to(real.dtype)
-        function, trained = _bind(objective, params, batch._replace(mask=used), received, only=_shared)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(objective, params, batch._replace(mask=used), received, only=_shared)
         weights = {
             MIX + name: (
                 params[MIX + name] - mix_rate * gradient[name] * (received[name] - params[OWN + name])
@@ -352,12 +362,11 @@ def mixing(
         }  # fmt: skip
         moved = _move(params, gradient, lr, clip)
         mixed = params | weights | mixture(params, received, weights)
-        changed = [*trained, *weights]
-        return Move({}, {name: torch.where(early, mixed[name], moved[name]) for name in changed}), loss
+        return Move({}, {name: torch.where(early, mixed[name], moved[name]) for name in (*gradient, *weights)}), loss
 
     def final(params: Params) -> Params:
         if personal:
-            return tree.select(params, _shared)
+            return tree.without(params, OWN, MIX)
         begun = {BEGUN: torch.ones_like(params[BEGUN])}
         return params | {OWN + name: params[name] for name in names} | begun
 
@@ -372,9 +381,7 @@ def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Param
 
     def objective_of_all(params: Params, anchor: Params) -> Tensor:
         losses = torch.stack([objective(params, batch, anchor) for batch in batches])
-        rows = torch.stack(
-            [torch.full_like(losses[0], len(batch.y)) if batch.mask is None else batch.mask.sum() for batch in batches]
-        )
+        rows = torch.stack([batch.rows() for batch in batches])
         return (losses * rows).sum() / rows.sum().clamp(min=1.0)
 
     return objective_of_all
@@ -407,7 +414,7 @@ def maml(
             function, trained = _bind(inner, whole, support, received, frozen)
             return query(_move(whole, grad(function)(trained), lr, inner_clip), received)
 
-        gradient, loss = grad_and_value(adapted)(_trained(params, ()))
+        gradient, loss = grad_and_value(adapted)(movable(params))
         return _down(params, _rated(gradient, rate), outer_lr, clip), loss
 
     return Local(step, outer_lr, clip, group=3)
@@ -445,8 +452,7 @@ def hf_maml(
         first, second, third = batches
         function, trained = _bind(inner, params, first, received, frozen)
         shifted = _move(params, grad(function)(trained), lr, clip)
-        function, trained = _bind(outer, shifted, second, received)
-        gradient, loss = grad_and_value(function)(trained)
+        gradient, loss = _gradient(outer, shifted, second, received)
         function, point = _bind(outer, params, third, received)
         if product == "exact":
             curved = hessian_product(function, point, gradient)

@@ -31,18 +31,13 @@ def _split(state: ServerState) -> tuple[ServerState, Params]:
     tables: Params = {}
     for prefix, values in ((_PARAMS, state.params), (_SLOTS, state.slots)):
         tables |= {prefix + name: value for name, value in values.items() if name.startswith(OWNED)}
-    params, slots = (tree.select(values, lambda name: not name.startswith(OWNED))
-                     for values in (state.params, state.slots))  # fmt: skip
-    return state._replace(params=params, slots=slots), tables
+    return state._replace(params=tree.without(state.params, OWNED), slots=tree.without(state.slots, OWNED)), tables
 
 
 def _with(state: ServerState, tables: Params) -> ServerState:
     """Undo `_split`."""
-    params, slots = (
-        {name.removeprefix(prefix): value for name, value in tables.items() if name.startswith(prefix)}
-        for prefix in (_PARAMS, _SLOTS)
-    )
-    return state._replace(params=state.params | params, slots=state.slots | slots, rows=None)
+    params, slots = state.params | tree.under(tables, _PARAMS), state.slots | tree.under(tables, _SLOTS)
+    return state._replace(params=params, slots=slots, rows=None)
 
 
 def apart(state: ServerState, lay: Callable[[Params], Kept]) -> ServerState:
@@ -65,16 +60,15 @@ def fetched(state: ServerState, clients: Tensor) -> tuple[ServerState, Tensor]:
     return _with(state, state.rows.rows(clients.tolist())), places
 
 
-def for_newcomers(state: ServerState) -> ServerState:
-    """Return the state with one row in every table, the mean of all: what a client that was never seen is shown."""
-    if state.rows is None:
-        return state
-    return _with(state, {name: value.mean(0, keepdim=True) for name, value in state.rows.everyone().items()})
-
-
 def shown_to(state: ServerState, clients: Tensor, *, unseen: bool) -> tuple[ServerState, Tensor]:
-    """Return the state that clients are used or tested with, and their numbers in it; `unseen`: they never train."""
-    return (for_newcomers(state), clients) if unseen else fetched(state, clients)
+    """Return the state that clients are used or tested with, and their numbers in it.
+
+    `unseen`: they never train, and are shown one row in every table, the mean of all.
+    """
+    if state.rows is None or not unseen:
+        return fetched(state, clients)
+    means = {name: value.mean(0, keepdim=True) for name, value in state.rows.everyone().items()}
+    return _with(state, means), clients
 
 
 def moved(state: ServerState, clients: Tensor, update: Callable[[ServerState, Tensor], ServerState]) -> ServerState:

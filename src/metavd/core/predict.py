@@ -27,11 +27,15 @@ def posterior_draws(model: Model, samples: int, average: Literal["probs", "logit
     """Average over S draws from the posterior: their probabilities, or, as the released code does, their logits."""
 
     def predict(own: Params, x: Tensor, key: Tensor) -> Answer:
-        logits = model.apply(own, x, rng.split(key, samples))
-        probs = logits.softmax(-1).mean(0) if average == "probs" else logits.mean(0).softmax(-1)
-        return Answer(probs, {"information": mutual_information(logits)})
+        return averaged(model.apply(own, x, rng.split(key, samples)), average)
 
     return predict
+
+
+def averaged(logits: Tensor, average: Literal["probs", "logits"] = "probs") -> Answer:
+    """Return the answer of draws (S, B, K), and how much they disagree."""
+    probs = logits.softmax(-1).mean(0) if average == "probs" else logits.mean(0).softmax(-1)
+    return Answer(probs, {"information": mutual_information(logits)})
 
 
 def mutual_information(logits: Tensor) -> Tensor:

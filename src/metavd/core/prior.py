@@ -66,16 +66,12 @@ def answering(stage: Local, sampling: Sampling, bias: str, smoothing: float) -> 
         return start | {_SHIFT: torch.zeros_like(received[bias])}
 
     def go(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
-        move, loss = step(_without(params), batches, received, index)
+        move, loss = step(tree.without(params, _SHIFT), batches, received, index)
         shift = log_shares(batches[0].about[LABELS], smoothing)
         return Move(move.slope, move.put | {_SHIFT: shift}), loss
 
     def end(params: Params) -> Params:
-        ended = _without(params)
+        ended = tree.without(params, _SHIFT)
         return _shift(ended if final is None else final(ended), bias, params[_SHIFT])
 
     return replace(stage, init=begin, step=go, final=end), sampling
-
-
-def _without(params: Params) -> Params:
-    return tree.select(params, lambda name: name != _SHIFT)

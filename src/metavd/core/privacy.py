@@ -23,7 +23,7 @@ from .. import tree
 from ..tree import Params
 from . import rng
 from .accountant import Mechanism
-from .server import movable
+from .local import movable
 from .types import Emit, Server, ServerState, Update, Veil
 
 CLIP = "server.dp.clip"
@@ -52,8 +52,7 @@ def secret(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
 
 def lengths(moves: Params) -> Tensor:
     """Return the length of each client's whole answer, (C,)."""
-    parts = [torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=torch.float64) for value in moves.values()]
-    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return tree.norms(moves, torch.float64)
 
 
 def shortened(moves: Params, length: Tensor, limit: float | Tensor) -> Params:
@@ -65,9 +64,8 @@ def shortened(moves: Params, length: Tensor, limit: float | Tensor) -> Params:
     finite = torch.isfinite(length)
 
     def cut(value: Tensor) -> Tensor:
-        shape = (-1, *[1] * (value.dim() - 1))
         sound = finite & (scale >= torch.finfo(value.dtype).tiny)
-        return torch.where(sound.reshape(shape), value * scale.to(value.dtype).reshape(shape), 0.0)
+        return torch.where(tree.per_client(sound, value), value * tree.per_client(scale.to(value.dtype), value), 0.0)
 
     return tree.map(cut, moves)
 
@@ -113,9 +111,8 @@ def released(base: Server, emit: Emit, mechanism: Mechanism, normal: Normal = rn
         like = movable(sent)
         # Of a round without an answer there is nothing but the noise.
         answered = {name: update.params[name] - update.sent[name] for name in like if name in update.params}
-        none = {name: value[:0] for name, value in like.items()}
         limit = limit_of(state, like)
-        sums = update.sums or added(answered or none, limit, state)
+        sums = update.sums or added(answered or tree.unstack(like, slice(0)), limit, state)
         key = rng.fold(state.key, NOISE, state.round.to(torch.int64))
         mean = {}
         for i, name in enumerate(like):
@@ -137,7 +134,7 @@ def released(base: Server, emit: Emit, mechanism: Mechanism, normal: Normal = rn
 
     def take(state: ServerState, update: Update, weight: Tensor) -> Params:  # noqa: ARG001
         moves = {name: value - update.sent[name] for name, value in movable(update.params).items()}
-        return added(moves, limit_of(state, {name: value[:1] for name, value in moves.items()}), state)
+        return added(moves, limit_of(state, tree.unstack(moves, slice(1))), state)
 
     return Server(init, update, take)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..tree import Params
 from . import rng
-from .predict import mutual_information
-from .types import Answer, Batch, Model, Objective, Predict
+from .predict import averaged
+from .types import Batch, Model, Objective, Predict
 
 _SIDES = {"in": 1, "out": 0}
 """Axes of a weight (out, in, ...)."""
@@ -110,9 +110,4 @@ def divergence(factors: Factors, weight: float) -> Objective:
 def prediction(model: Model, factors: Factors, draws: int) -> Predict:
     """Answer with the mean of the draws' probabilities."""
     logits = _logits(model, factors, draws)
-
-    def predict(own: Params, x: Tensor, key: Tensor) -> Answer:
-        said = logits(own, x, key)
-        return Answer(said.softmax(-1).mean(0), {"information": mutual_information(said)})
-
-    return predict
+    return lambda own, x, key: averaged(logits(own, x, key))

@@ -6,7 +6,7 @@ Shape letters: C clients, K classes, D distillation rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,35 +21,19 @@ from . import rng
 from .aggregate import bounded, lower_median, votes
 from .diff import grad, pulled
 from .emit import OWNED
-from .local import FIXED
+from .local import FIXED, movable
 from .objective import soft_cross_entropy
 from .optim import Groups, remembered
 from .posterior import Posterior, per_weight
 from .rules import Ballot, Rule, consensus
-from .types import Aggregate, Emit, Model, Server, ServerState, Summed, Update
+from .types import Aggregate, Emit, Model, Server, ServerState, Summed, Take, Update
 
 _TINY = 1e-30
 """Keeps the shares of a cohort without any rows at 0."""
+_MEAN = "mean/"
+"""Begins the names of sums that are means of entries."""
 _PART = 256
 """Clients whose pull towards a consensus is computed at once, where answers were added up."""
-
-
-def movable(params: Params) -> Params:
-    """Return the entries that training moves: all but masks."""
-    return tree.select(params, lambda name: name.rpartition(".")[2] not in FIXED)
-
-
-Names = Callable[[str], bool]
-
-
-def all_names(name: str) -> bool:  # noqa: ARG001
-    """Every entry."""
-    return True
-
-
-def under(prefix: str, sums: Params) -> Params:
-    """Return the sums of one kind, by the names that they have there."""
-    return {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
 
 
 def _shares(weight: Tensor, of: Tensor, *, by_size: bool = True) -> Tensor:
@@ -74,7 +58,11 @@ def limited(base: Server, most: float) -> Server:
 
 
 def _pulls(
-    emit: Emit, state: ServerState, clients: Tensor, gap: Callable[[Params], Params], among: Names = all_names
+    emit: Emit,
+    state: ServerState,
+    clients: Tensor,
+    gap: Callable[[Params], Params],
+    among: Callable[[str], bool] = lambda _: True,
 ) -> Params:
     """Return sum_i J_emit(i)^T gap_i over clients and some of the entries that they are sent."""
     fixed = {name: value for name, value in state.params.items() if name.rpartition(".")[2] in FIXED}
@@ -102,10 +90,10 @@ def _apart(update: Update, targets: Params, share: Tensor, *, anew: bool) -> Cal
 
 def _added(emit: Emit, aggregate: Summed, state: ServerState, update: Update, share: Tensor) -> Params:
     """Return the gradient from sums; who pulls towards a consensus is known only now that there is one."""
-    gradient = under("gradient/", update.sums)
+    gradient = tree.under(update.sums, "gradient/")
     if not aggregate.names:
         return gradient
-    common = aggregate.consensus(under("votes/", update.sums), state.params)
+    common = aggregate.consensus(tree.under(update.sums, "votes/"), state.params)
     for first in range(0, len(share), _PART):
         some = share[first : first + _PART]
 
@@ -189,7 +177,7 @@ def pull(
     def update(state: ServerState, update: Update) -> ServerState:
         share = _shares(update.weight, update.weight, by_size=by_size)
         if isinstance(aggregate, Summed) and update.sums:
-            gradient, masks = _added(emit, aggregate, state, update, share), under("sent/", update.sums)
+            gradient, masks = _added(emit, aggregate, state, update, share), tree.under(update.sums, "sent/")
         else:
             gap = _apart(update, aggregate(update.params, share), share, anew=anew)
             gradient = _pulls(emit, state, update.client, gap)
@@ -254,6 +242,25 @@ def idle(model: Model) -> Server:
     return Server(init, update, lambda state, update, weight: {})  # noqa: ARG005
 
 
+def _means(update: Update, weight: Tensor, names: Iterable[str]) -> Params:
+    """Return clients' part of the weighted means of some entries, or the means where they were added up already."""
+    if update.sums:
+        return tree.under(update.sums, _MEAN)
+    share = _shares(update.weight, weight)
+    return {name: torch.einsum("c,c...->...", share, update.params[name]) for name in names}
+
+
+def _taking_means(base: Server, names: Iterable[str], shown: Callable[..., tuple[ServerState, Update]]) -> Take | None:
+    """Add up means of some entries beside what a server adds up, to which a state and an update are `shown`."""
+
+    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
+        assert base.take is not None
+        means = {_MEAN + name: value for name, value in _means(update, weight, names).items()}
+        return base.take(*shown(state, update), weight) | means
+
+    return base.take and take
+
+
 def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> Server:
     """Take some entries as they are: the weighted mean of the answers, which no rate, momentum or clip touches.
 
@@ -273,19 +280,10 @@ def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> 
             params=others(update.params), sent=others(update.sent)
         )
 
-    def averages(update: Update, weight: Tensor) -> Params:
-        share = _shares(update.weight, weight)
-        return {name: torch.einsum("c,c...->...", share, update.params[name]) for name in names}
-
-    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
-        assert base.take is not None
-        means = {f"mean/{name}": value for name, value in averages(update, weight).items()}
-        return base.take(*rest(state, update), weight) | means
-
     def update(state: ServerState, update: Update) -> ServerState:
         moved = base.update(*rest(state, update))
         total = update.weight.sum()
-        means = under("mean/", update.sums) if update.sums else averages(update, update.weight)
+        means = _means(update, update.weight, names)
         share = torch.ones_like(state.round) if math.isinf(rounds) else 1.0 / (state.round + 1.0)
         takes = (state.round < rounds) & (total > 0)
         params = dict(state.params) | moved.params
@@ -293,7 +291,7 @@ def gathered(base: Server, names: Collection[str], rounds: float = math.inf) -> 
             params[name] = torch.where(takes, params[name] + share * (means[name] - params[name]), params[name])
         return moved._replace(params=params)
 
-    return Server(init, update, base.take and take)
+    return Server(init, update, _taking_means(base, names, rest))
 
 
 def prune(
@@ -306,31 +304,22 @@ def prune(
     released=True takes both after the step, with the local rate under g; where the step lands on the mean (FedAvg)
     g is then rounding noise.
     """
-
-    def averages(update: Update, weight: Tensor) -> Params:
-        share = _shares(update.weight, weight)
-        return {layer: torch.einsum("c,c...->...", share, update.params[f"{layer}.weight"]) for layer in layers}
-
-    def take(state: ServerState, update: Update, weight: Tensor) -> Params:
-        assert base.take is not None
-        means = {f"towards/{layer}": value for layer, value in averages(update, weight).items()}
-        return base.take(state, update, weight) | means
+    names = {f"{layer}.weight": f"{layer}.mask" for layer in layers}
 
     def update(state: ServerState, update: Update) -> ServerState:
         new = base.update(state, update)
-        means = under("towards/", update.sums) if update.sums else averages(update, update.weight)
+        means = _means(update, update.weight, names)
         params = dict(new.params)
-        for layer in layers:
-            name, mask = f"{layer}.weight", f"{layer}.mask"
+        for name, mask in names.items():
             at = (new if released else state).params[name]
-            saliency = (at * (at - means[layer]) / lr).abs()
+            saliency = (at * (at - means[name]) / lr).abs()
             kept = round((1.0 - sparsity) * saliency.numel()) + int(released)
             threshold = saliency.flatten().sort(descending=True).values[max(kept, 1) - 1]
             chosen = (saliency >= threshold).to(at.dtype)
             params[mask] = torch.where(state.round == 0, chosen, params[mask])
         return new._replace(params=params)
 
-    return Server(base.init, update, base.take and take)
+    return Server(base.init, update, _taking_means(base, names, lambda *both: both))
 
 
 @dataclass(frozen=True)
@@ -377,10 +366,6 @@ def swa_steps(config: Distillation) -> list[int]:
     return list(range(config.steps * 3 // 4, config.steps + 1, config.swa_period))
 
 
-def _host(key: Tensor) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(int(key) & (2**63 - 1)))
-
-
 def teachers(config: Distillation, average: Params, params: Params, weight: Tensor, key: Tensor) -> Params:
     """Return the mean model, the clients' models and draws from a distribution over models, stacked."""
     spread = [tree.map(lambda value: value[None], average), params]
@@ -393,12 +378,12 @@ def teachers(config: Distillation, average: Params, params: Params, weight: Tens
                 drawn[name] = (value + config.scale * variance[name].clamp(min=1e-6).sqrt() * eps)[None]
             spread.append(drawn)
     else:
-        shares = _host(key).dirichlet([config.concentration] * len(weight), config.samples)
-        for share in shares:
+        host = np.random.Generator(np.random.Philox(int(key) & (2**63 - 1)))
+        for share in host.dirichlet([config.concentration] * len(weight), config.samples):
             mix = torch.as_tensor(share, dtype=weight.dtype, device=weight.device) * weight
             mix = mix / mix.sum()
             spread.append(tree.map(lambda p, mix=mix: torch.einsum("c,c...->...", mix, p)[None], params))
-    return {name: torch.cat([each[name] for each in spread]) for name in average}
+    return tree.concatenated(spread)
 
 
 def soft_labels(config: Distillation, logits: Tensor) -> Tensor:

@@ -56,6 +56,18 @@ class Batch(NamedTuple):
     about: Params = {}  # noqa: RUF012 (nobody writes into it)
     """What else the stage asked to be told of the client: `LABELS` where its `Sampling` counts classes, or nothing."""
 
+    def real(self) -> Tensor:
+        """Return the mask, also where every row is real: (B,)."""
+        return torch.ones_like(self.size).expand(len(self.y)) if self.mask is None else self.mask
+
+    def rows(self) -> Tensor:
+        """Return the number of real rows, ()."""
+        return torch.full_like(self.size, len(self.y)) if self.mask is None else self.mask.sum()
+
+    def labels(self, num_classes: int) -> Tensor:
+        """Return (B, K) 1 for a real row's label, else 0."""
+        return (self.y[:, None] == torch.arange(num_classes, device=self.y.device)) * self.real()[:, None]
+
 
 class Job(NamedTuple):
     """One client's work: what a function of one client is called with."""

@@ -17,13 +17,12 @@ from torch import Tensor
 from .. import tree
 from ..tree import Params
 from . import rng
+from .local import BEGUN, OWN
 from .types import Batch, Model, Objective, Summed
 
 VARIANCE = "head.variance"
 """() rho_i^2, which travels beside m_i."""
-BEGUN = "own.begun"
-"""() whether a client has had a turn."""
-_OWN, _SPREAD = "own.", ".log_sigma"
+_SPREAD = ".log_sigma"
 _TINY = 1e-12
 """The smallest rho^2 that is divided by."""
 
@@ -45,38 +44,38 @@ class Head:
         for name in self.names:
             value = params[name]
             spread = torch.full_like(value, sigma).log()
-            kept |= {_OWN + name: torch.zeros_like(value), _OWN + name + _SPREAD: spread}
+            kept |= {OWN + name: torch.zeros_like(value), OWN + name + _SPREAD: spread}
         return kept
 
     def begun(self, params: Params) -> Params:
         """Return where a turn starts: a client's first one at mu."""
         old = params[BEGUN] > 0
-        return params | {_OWN + name: torch.where(old, params[_OWN + name], params[name]) for name in self.names}
+        return params | {OWN + name: torch.where(old, params[OWN + name], params[name]) for name in self.names}
 
     def sent(self, params: Params) -> Params:
         """Return what a turn ends with: m_i and rho_i^2 to be sent, q_i to be kept."""
-        told = {name: params[_OWN + name] for name in self.names}
+        told = {name: params[OWN + name] for name in self.names}
         return params | told | {VARIANCE: self.variance(params), BEGUN: torch.ones_like(params[BEGUN])}
 
     def used(self, params: Params) -> Params:
         """Return the network that answers: the head at m_i."""
-        own = {name: params[_OWN + name] for name in self.names}
-        return tree.select(params, lambda name: not name.startswith(_OWN) and name != VARIANCE) | own
+        own = {name: params[OWN + name] for name in self.names}
+        return tree.without(params, OWN, VARIANCE) | own
 
     @staticmethod
     def is_own(name: str) -> bool:
         """Whether an entry is one of q_i's."""
-        return name.startswith(_OWN) and name != BEGUN
+        return name.startswith(OWN) and name != BEGUN
 
     @staticmethod
     def is_spread(name: str) -> bool:
         """Whether an entry is a spread of q_i."""
-        return name.startswith(_OWN) and name.endswith(_SPREAD)
+        return name.startswith(OWN) and name.endswith(_SPREAD)
 
     def variance(self, params: Params) -> Tensor:
         """Return rho_i^2, at its optimum."""
         square = [
-            (2.0 * params[_OWN + name + _SPREAD]).exp() + (params[_OWN + name] - params[name]).square()
+            (2.0 * params[OWN + name + _SPREAD]).exp() + (params[OWN + name] - params[name]).square()
             for name in self.names
         ]
         return torch.cat([each.flatten() for each in square]).mean()
@@ -86,8 +85,8 @@ class Head:
         rho2 = self.variance(params).detach().clamp(min=_TINY)
         terms = []
         for name in self.names:
-            log_sigma = params[_OWN + name + _SPREAD]
-            square = (2.0 * log_sigma).exp() + (params[_OWN + name] - params[name]).square()
+            log_sigma = params[OWN + name + _SPREAD]
+            square = (2.0 * log_sigma).exp() + (params[OWN + name] - params[name]).square()
             terms.append((0.5 * rho2.log() - log_sigma + 0.5 * square / rho2 - 0.5).sum())
         return torch.stack(terms).sum()
 
@@ -95,7 +94,7 @@ class Head:
         """Return weights (S, K, F) and biases (S, K) of draws from q_i."""
         found = []
         for i, name in enumerate(self.names):
-            mean, sigma = params[_OWN + name], params[_OWN + name + _SPREAD].exp()
+            mean, sigma = params[OWN + name], params[OWN + name + _SPREAD].exp()
             found.append(mean + sigma * rng.normal(rng.fold(keys, i), mean.shape, mean.dtype))
         return found[0], found[1]
 
@@ -107,9 +106,7 @@ def expected(model: Model, head: Head, draws: int, weight: float) -> Objective:
         z = model.features(params, batch.x)
         weights, bias = head.drawn(params, rng.split(batch.key, draws))
         said = (torch.einsum("bf,skf->sbk", z, weights) + bias[:, None]).log_softmax(-1).mean(0)
-        real = torch.ones_like(said[:, 0]) if batch.mask is None else batch.mask
-        labels = (batch.y[:, None] == torch.arange(said.shape[-1], device=said.device)) * real[:, None]
-        loss = -(said * labels).sum() / real.sum().clamp(min=1.0)
+        loss = -(said * batch.labels(said.shape[-1])).sum() / batch.rows().clamp(min=1.0)
         return loss + weight * head.kl(params) / batch.size.clamp(min=1.0)
 
     return objective

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..core import rng
-from ..core.local import FIXED
+from ..core.local import movable
 from ..core.types import Update
 from ..data.cohort import Pool
 from ..errors import SpecError
@@ -120,12 +121,9 @@ def falsified(attack: Attack, who: np.ndarray, update: Update, cohort: list[int]
     lying = who[cohort]
     if attack.falsify is None or not lying.any():
         return update
-    answers = {name: value for name, value in update.params.items() if name.rpartition(".")[2] not in FIXED}
+    answers = movable(update.params)
     device = update.weight.device
     told = attack.falsify(update.sent, answers, over(now.keys(_NOISE, torch.tensor(cohort)), device))
     chosen = over(torch.from_numpy(lying), device)
-    false = {
-        name: torch.where(chosen.reshape(-1, *[1] * (value.dim() - 1)), told[name], value)
-        for name, value in answers.items()
-    }
+    false = {name: torch.where(tree.per_client(chosen, value), told[name], value) for name, value in answers.items()}
     return update._replace(params=update.params | false)

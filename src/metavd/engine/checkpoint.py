@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import tree
 from ..container import Format, dump, load, write_atomic
 from ..core.owned import whole
 from ..core.types import ServerState
@@ -48,10 +49,7 @@ def _private(state: ServerState) -> Params:
 
 
 def _state(flat: Params) -> ServerState:
-    params, slots, kept = (
-        {name.removeprefix(part): value for name, value in flat.items() if name.startswith(part)}
-        for part in ("params/", "slots/", "kept/")
-    )
+    params, slots, kept = (tree.under(flat, part) for part in ("params/", "slots/", "kept/"))
     table = filled(int(flat["of"]), flat["clients"].tolist(), kept) if kept else None
     return ServerState(params, slots, flat["round"], flat["key"], table)
 

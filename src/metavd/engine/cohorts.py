@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,8 +13,7 @@ from ..data.cohort import Pool, arriving, choose, sizes_of, tossed
 from ..ops.device import over
 from ..tree import Params
 from .attacks import Attack, deceived, falsified
-from .rounds import TRAFFIC, Account, Answers, Record, Transport
-from .rounds import rounds as every
+from .rounds import TRAFFIC, Account, Answers, Transport
 from .schedule import Schedule
 from .turn import VEIL, Moment, moment
 
@@ -75,22 +71,6 @@ def unanswered(state: ServerState) -> tuple[Update, Tensor]:
     return Update(none.to(torch.int64), {}, none, {}), none
 
 
-def simulate(
-    algorithm: Algorithm,
-    pool: Pool,
-    schedule: Schedule,
-    state: ServerState,
-    *,
-    rounds: int,
-    cohort: int,
-    **chances: Any,
-) -> Iterator[tuple[ServerState, Record]]:
-    """Go on from a state until so many rounds of simulated clients are finished; see `in_process`."""
-    return every(
-        algorithm.server.update, in_process(algorithm, pool, schedule, cohort=cohort, **chances), state, rounds
-    )
-
-
 def round_of(
     algorithm: Algorithm, pool: Pool, schedule: Schedule, state: ServerState, cohort: Tensor, *, lost: list[int]
 ) -> Answers:
@@ -123,16 +103,6 @@ def round_of(
     return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account, kept)
 
 
-class _Part(NamedTuple):
-    """What is left of a part of a cohort when its answers are added up."""
-
-    sums: Params
-    losses: Tensor
-    account: Callable[[], Account]
-    kept: Params
-    sizes: Tensor
-
-
 def added_up(
     algorithm: Algorithm, pool: Pool, schedule: Schedule, state: ServerState, cohort: Tensor, *, part: int,
     lost: list[int],
@@ -148,27 +118,28 @@ def added_up(
     places = over(here, device)
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
-    def one(first: int) -> _Part:
+    def one(first: int) -> tuple[Params, Answers]:
+        """Return a part's sums, and what is left of its answers when they are added up."""
         some = slice(first, first + part)
         found = round_of(algorithm, pool, schedule, state, cohort[some], lost=[] if first else lost)
         assert found.update is not None
         assert found.losses is not None
         sums = take(shown, found.update._replace(client=places[some]), weight)
         sizes = [value.reshape(len(value), -1).abs().sum(1) for value in found.update.params.values()]
-        return _Part(sums, found.losses, found.account, found.kept, sum(sizes, torch.zeros_like(found.losses)))
+        return sums, found._replace(update=None, sizes=sum(sizes, torch.zeros_like(found.losses)))
 
     whole: Params = {}
-    parts: list[_Part] = []
+    parts: list[Answers] = []
     for first in range(0, len(cohort), part):
-        made = one(first)
-        whole = tree.map(torch.add, whole, made.sums) if whole else made.sums
-        parts.append(made._replace(sums={}))
+        sums, made = one(first)
+        whole = tree.map(torch.add, whole, sums) if whole else sums
+        parts.append(made)
 
     def account() -> Account:
         costs = [made.account() for made in parts]
         return Account(*(sum(getattr(each, name) for each in costs) for name in TRAFFIC))
 
-    kept = {name: torch.cat([made.kept[name] for made in parts]) for name in parts[0].kept}
+    kept = tree.concatenated([made.kept for made in parts])
     losses, sizes = (torch.cat([getattr(made, name) for made in parts]) for name in ("losses", "sizes"))
     update = Update(over(cohort, device), {}, weight, {}, sums=whole)
     return Answers(cohort.tolist(), lost, update, losses, account, kept, sizes)

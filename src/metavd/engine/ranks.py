@@ -27,6 +27,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from .. import tree
 from ..core.types import Algorithm, ServerState
 from ..data.cohort import Pool, sizes_of
 from ..errors import FailedError
@@ -62,7 +63,7 @@ class Ranks(NamedTuple):
         about = next((each for each in self.all(about) if each), {})
         if not about:
             return {}
-        device = _device()
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         widths = [prod(shape) * dtype.itemsize for shape, dtype in about.values()]
         mine = torch.zeros(max(counts), sum(widths), dtype=torch.uint8, device=device)
         if values:
@@ -110,10 +111,6 @@ def _reason(error: RuntimeError) -> str:
     if "timed out" in first.lower() or "timeout" in first.lower():
         return "no word from it within rank_wait; raise that where ranks are slow"
     return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". ")[0]
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def joined(wait: float) -> Ranks | None:
@@ -215,11 +212,7 @@ def _labelled(trained: Trained) -> Params:
 
 def _trained(labelled: Params) -> Trained:
     """Undo `_labelled`."""
-    sent, adapted, kept = (
-        {name.removeprefix(f"{part}/"): value for name, value in labelled.items() if name.startswith(f"{part}/")}
-        for part in _PARTS
-    )
-    return Trained(sent, adapted, kept, labelled["losses"])
+    return Trained(**{part: tree.under(labelled, f"{part}/") for part in _PARTS}, losses=labelled["losses"])
 
 
 def ranked(schedule: Schedule, ranks: Ranks, grain: int) -> Schedule:
@@ -233,7 +226,7 @@ def ranked(schedule: Schedule, ranks: Ranks, grain: int) -> Schedule:
         counts = [len(each) for each in places]
 
         parts = [_labelled(each) for each in own]
-        mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+        mine = tree.concatenated(parts) if parts else {}
         gathered = ranks.rows(mine, counts)
         device = pool.x.device
         return _trained({name: value.to(device)[back.to(device)] for name, value in gathered.items()})

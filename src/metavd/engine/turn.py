@@ -104,8 +104,7 @@ def own_model(algorithm: Algorithm, received: Params, kept: Params, batches: Seq
 def respond(predict: Predict, own: Params, parts: Iterable[Tensor], key: Tensor) -> Answer:
     """Answer rows, in parts of at most `ROWS`, with a client's own model; at least one part."""
     answers = [predict(own, part, rng.fold(key, i)) for i, part in enumerate(parts)]
-    drawn = {name: torch.cat([each.drawn[name] for each in answers]) for name in answers[0].drawn}
-    return Answer(torch.cat([each.probs for each in answers]), drawn)
+    return Answer(torch.cat([each.probs for each in answers]), tree.concatenated([each.drawn for each in answers]))
 
 
 def test_turn(

@@ -9,19 +9,12 @@ would take part. One that never took part trains from the first weights for new_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import SOFTMAX, Parts, Training
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm
-    from ..tree import Params
+from .parts import SOFTMAX, Parts, Training, assemble, descent, kept
 
 
 @dataclass(frozen=True)
@@ -41,27 +34,10 @@ class AloneOptions(Training):
     gives=(SOFTMAX,),
     newcomer="trains alone from the first weights for new_epochs passes",
 )  # fmt: skip
-def alone(parts: Parts, o: AloneOptions) -> Algorithm:
+def alone(parts: Parts, o: AloneOptions) -> core.types.Algorithm:
     """No federation: every client trains alone, and keeps everything."""
-    sampling, model = core.types.Sampling, parts.model
-
-    def nothing(params: Params, client: Tensor, round: Tensor) -> Params:  # noqa: ARG001
-        return {}
-
-    def first(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return model.init(core.rng.fold(key, 0))
-
-    steps = core.local.sgd(parts.outer, lr=o.lr, clip=o.clip)
-    return core.types.Algorithm(
-        emit=core.types.Emit(lambda key: {}, nothing),  # noqa: ARG005
-        local=steps,
-        server=core.server.idle(model),
-        personalize=core.local.unchanged,
-        predict=parts.predict,
-        serve=nothing,
-        admit=lambda params, round, batches: {},  # noqa: ARG005
-        train_batches=sampling(o.batch, o.local_epochs),
-        personal_batches=sampling(o.batch, steps=0),
-        keep=core.types.Keep(first, alike=True),
-        newcomer=core.types.Newcomer(steps, sampling(o.batch, o.new_epochs)),
-    )
+    model = parts.model
+    nothing = core.types.Emit(lambda key: {}, lambda params, client, round: {})  # noqa: ARG005
+    newcomer = core.types.Newcomer(descent(parts.outer, o), core.types.Sampling(o.batch, o.new_epochs))
+    parts = replace(parts, emit=nothing, wrap=lambda _: core.server.idle(model))
+    return assemble(parts, o, keep=kept(model, lambda first: first), newcomer=newcomer)

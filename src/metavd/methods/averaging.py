@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
 from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Adapting, Momentum, Parts, Training, assemble
 
-if TYPE_CHECKING:
-    from ..core.types import Algorithm, Emit
 
-
-def averaged(parts: Parts, o: Training, *, pulls: Emit | None = None) -> Algorithm:
+def averaged(parts: Parts, o: Training, *, pulls: core.types.Emit | None = None) -> core.types.Algorithm:
     """Local SGD on batches, put together by the server's one vector-Jacobian product."""
-    steps = core.local.sgd(parts.outer, lr=o.lr, clip=o.clip)
-    return assemble(parts, o, steps, core.types.Sampling(o.batch, o.local_epochs), pulls=pulls)
+    return assemble(parts, o, pulls=pulls)
 
 
 @base(
     "fedavg", "local SGD, averaged by data size", paper="McMahan et al., AISTATS 2017", options=Training,
     gives=(REGULARISABLE, TUNABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
-def fedavg(parts: Parts, o: Training) -> Algorithm:
+def fedavg(parts: Parts, o: Training) -> core.types.Algorithm:
     """Local SGD, averaged by data size."""
     # The released server of this base ignores the masks of dropped weights: it takes the difference of the clients'
     # mean to the dense weights, so that a weight that was dropped for all of a cohort becomes what clients regrew.
@@ -45,7 +40,7 @@ class FedProxOptions(Training):
     options=FedProxOptions,
     gives=(TUNABLE, SUMMED, SOFTMAX),
 )
-def fedprox(parts: Parts, o: FedProxOptions) -> Algorithm:
+def fedprox(parts: Parts, o: FedProxOptions) -> core.types.Algorithm:
     """FedAvg with a pull towards what was received: loss + mu/2 |w - received|^2."""
     return averaged(replace(parts, outer=core.objective.total(parts.outer, core.objective.proximal(o.mu))), o)
 
@@ -59,6 +54,6 @@ class ReptileOptions(Adapting, Momentum):
     "reptile", "FedAvg with server momentum and one adaptation step", paper="Jiang et al. 2019, arXiv:1909.12488",
     options=ReptileOptions, gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
-def reptile(parts: Parts, o: ReptileOptions) -> Algorithm:
+def reptile(parts: Parts, o: ReptileOptions) -> core.types.Algorithm:
     """FedAvg with server momentum, and one adaptation step before use."""
     return averaged(replace(parts, adapt_steps=o.adapt_steps), o)

@@ -37,6 +37,7 @@ VARIANT = Option(
 Kind = Literal["base", "regulariser", "extra"]
 O = TypeVar("O", bound=Options)  # noqa: E741
 B = TypeVar("B", bound=Rates)
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,19 @@ class Entry:
         return self.name if self.kind == "base" else f"+{self.name}"
 
 
-def _register(entry: Entry) -> None:
-    for each in entry.options.values():
-        for preset in each.presets:
-            if preset not in VARIANTS:
-                raise SpecError(
-                    f"option {each.name} of {entry.name} has the preset {preset!r}, but there are {VARIANTS}"
-                )
-    REGISTRY.add(entry.name, entry, entry.build.__module__)
+def _registered(name: str, kind: Kind, text: str, paper: str, options: type[Options], **more: Any) -> Callable[[C], C]:
+    """Return the decorator that makes a part known."""
+
+    def register(build: C) -> C:
+        entry = Entry(name, kind, text, paper, options, build, **more)
+        for each in entry.options.values():
+            for preset in each.presets:
+                if preset not in VARIANTS:
+                    raise SpecError(f"option {each.name} of {name} has the preset {preset!r}, but there are {VARIANTS}")
+        REGISTRY.add(name, entry, build.__module__)
+        return build
+
+    return register
 
 
 Base = Callable[[Parts, B], "Algorithm"]
@@ -97,13 +103,8 @@ def base(
     newcomer: str = "does as the others with what it receives",
 ) -> Callable[[Base[B]], Base[B]]:
     """Register a base: what turns `Parts` into an `Algorithm`; it is `listed` with these regularisers, or all."""
-
-    def register(build: Base[B]) -> Base[B]:
-        shown = None if listed is None else tuple(listed)
-        _register(Entry(name, "base", text, paper, options, build, tuple(gives), listed=shown, newcomer=newcomer))
-        return build
-
-    return register
+    shown = None if listed is None else tuple(listed)
+    return _registered(name, "base", text, paper, options, gives=tuple(gives), listed=shown, newcomer=newcomer)
 
 
 def regulariser(
@@ -111,12 +112,9 @@ def regulariser(
 ) -> Callable[[Part[O]], Part[O]]:
     """Register a regulariser, of which a method has at most one."""
     because = "changes the loss of local training"
-
-    def register(build: Part[O]) -> Part[O]:
-        _register(Entry(name, "regulariser", text, paper, options, build, tuple(gives), REGULARISABLE, because))
-        return build
-
-    return register
+    return _registered(
+        name, "regulariser", text, paper, options, gives=tuple(gives), needs=REGULARISABLE, because=because
+    )
 
 
 def extra(
@@ -130,12 +128,7 @@ def extra(
     listed: Sequence[str] = (),
 ) -> Callable[[Part[O]], Part[O]]:
     """Register what can be added to a method, regularised or not."""
-
-    def register(build: Part[O]) -> Part[O]:
-        _register(Entry(name, "extra", text, paper, options, build, (), needs, because, tuple(listed)))
-        return build
-
-    return register
+    return _registered(name, "extra", text, paper, options, needs=needs, because=because, listed=tuple(listed))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -252,16 +245,12 @@ def _filled(name: str, given: Mapping[str, Any] | None) -> list[tuple[Entry, Opt
 
 
 class Traits(NamedTuple):
-    """What a method means for the world around it."""
+    """What a method means for the world around it: those properties of `Options`, of all its parts together."""
 
     server_rows_share: float | None
-    """Share of every client's rows that the server gets, unlabelled; None: it needs no rows of its own."""
     admits_by_fitting: bool
-    """Whether a client that was never seen must receive all that the server knows, to fit its own part of it."""
     drops_from: int | None
-    """First round in which weights are dropped; None: never."""
     moves_all_rows: bool
-    """Whether rows of the server that belong to one client move also in rounds that the client is not part of."""
 
 
 def traits(name: str, options: Mapping[str, Any] | None = None) -> Traits:

@@ -13,18 +13,11 @@ new_epochs passes over its rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import REGULARISABLE, SOFTMAX, SUMMED, Parts, Training, assemble
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm
-    from ..tree import Params
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, Parts, Training, assemble, descent, kept
 
 
 @dataclass(frozen=True)
@@ -42,29 +35,16 @@ class DittoOptions(Training):
     gives=(REGULARISABLE, SUMMED, SOFTMAX), listed=(),
     newcomer="begins its own model at what it receives and trains it for new_epochs passes",
 )  # fmt: skip
-def ditto(parts: Parts, o: DittoOptions) -> Algorithm:
+def ditto(parts: Parts, o: DittoOptions) -> core.types.Algorithm:
     """FedAvg, and a private model that is pulled towards it."""
-    local, sampling, own = core.local, core.types.Sampling, core.local.OWN
-
-    def first(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return {own + name: value for name, value in parts.model.init(core.rng.fold(key, 0)).items()}
-
-    def at_received(received: Params) -> Params:
-        return received | {name: received[name.removeprefix(own)] for name in received if name.startswith(own)}
+    local, own = core.local, core.local.OWN
 
     alone = local.near(parts.outer, mu=o.mu, lr=o.lr, clip=o.clip)
-    steps = local.side_by_side(local.sgd(parts.outer, lr=o.lr, clip=o.clip), alone)
     near = local.near(parts.personal(parts.outer), mu=o.mu, lr=o.lr, clip=o.clip)
-    return replace(
-        assemble(
-            parts,
-            o,
-            steps,
-            sampling(o.batch, o.local_epochs),
-            keep=core.types.Keep(first, alike=True),
-            newcomer=core.types.Newcomer(
-                replace(near, init=at_received, final=local.use_own), sampling(o.batch, o.new_epochs)
-            ),
-        ),
-        personalize=replace(local.unchanged, final=local.use_own),
-    )
+    fits = replace(near, init=local.own_at_received, final=local.use_own)
+    made = assemble(
+        parts, o, local.side_by_side(descent(parts.outer, o), alone),
+        keep=kept(parts.model, lambda first: {own + name: value for name, value in first.items()}),
+        newcomer=core.types.Newcomer(fits, core.types.Sampling(o.batch, o.new_epochs)),
+    )  # fmt: skip
+    return replace(made, personalize=replace(made.personalize, final=local.use_own))

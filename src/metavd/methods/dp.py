@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from .. import core
 from ..errors import SpecError
 from ..schema import option
 from .catalogue import extra
 from .parts import SUMMED, Options, Parts
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def dp(parts: Parts, o: DPOptions) -> Parts:
     )  # fmt: skip
     normal = setting.normal or core.rng.normal
 
-    def private(built: Algorithm) -> Algorithm:
+    def private(built: core.types.Algorithm) -> core.types.Algorithm:
         built = finish(built)
         return replace(
             built,

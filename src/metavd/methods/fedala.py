@@ -15,20 +15,13 @@ A client that has never taken part has nothing of its own to mix: it uses what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from .. import core
 from ..errors import SpecError
 from ..schema import option
 from .catalogue import base
-from .parts import REGULARISABLE, SOFTMAX, SUMMED, Parts, Training, assemble
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm, Local, Sampling
-    from ..tree import Params
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, Parts, Training, assemble, kept
 
 
 @dataclass(frozen=True)
@@ -46,31 +39,20 @@ class FedALAOptions(Training):
     options=FedALAOptions, gives=(REGULARISABLE, SUMMED, SOFTMAX), listed=(),
     newcomer="has nothing of its own to mix, and uses what it receives",
 )  # fmt: skip
-def fedala(parts: Parts, o: FedALAOptions) -> Algorithm:
+def fedala(parts: Parts, o: FedALAOptions) -> core.types.Algorithm:
     """FedAvg from a learned mixture with a client's own last values."""
     model, local, sampling = parts.model, core.local, core.types.Sampling
     if o.last > len(model.layers):
         raise SpecError(f"last is {o.last}, but the model has {len(model.layers)} layers")
     layers = list(model.layers)[-o.last :]
-
-    def mixed(params: Params) -> Params:
-        return {name: value for name, value in params.items() if name.rpartition(".")[0] in layers}
-
-    def init(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        first = mixed(model.init(core.rng.fold(key, 0)))
-        own = {local.OWN + name: value.new_zeros(value.shape) for name, value in first.items()}
-        mix = {local.MIX + name: value.new_ones(value.shape) for name, value in first.items()}
-        return own | mix | {local.BEGUN: next(iter(first.values())).new_zeros(())}
-
-    names = tuple(mixed(model.init(core.rng.key(0))))
-
-    def stage(batches: Sampling, *, personal: bool) -> Local:
-        loss = parts.personal(parts.outer) if personal else parts.outer
-        return local.mixing(
+    names = [name for name in model.init(core.rng.key(0)) if name.rpartition(".")[0] in layers]
+    train, use = sampling(o.batch, o.mix_epochs + o.local_epochs), sampling(o.batch, o.mix_epochs)
+    steps, mixes = (
+        local.mixing(
             loss, batches, names, epochs=o.mix_epochs, share=o.mix_share, mix_rate=o.mix_rate, lr=o.lr, clip=o.clip,
             personal=personal,
-        )  # fmt: skip
-
-    train, use = sampling(o.batch, o.mix_epochs + o.local_epochs), sampling(o.batch, o.mix_epochs)
-    built = assemble(parts, o, stage(train, personal=False), train, keep=core.types.Keep(init, alike=True))
-    return replace(built, personalize=stage(use, personal=True), personal_batches=use)
+        )
+        for loss, batches, personal in ((parts.outer, train, False), (parts.personal(parts.outer), use, True))
+    )  # fmt: skip
+    keep = kept(model, lambda first: local.unmixed({name: first[name] for name in names}))
+    return assemble(parts, o, steps, train, keep=keep, use=(mixes, use))

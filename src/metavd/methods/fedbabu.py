@@ -10,17 +10,13 @@ the others: it fine-tunes features and head on its rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from .. import core
 from ..schema import option
 from .catalogue import base
 from .fedper import private_head
-from .parts import REGULARISABLE, SOFTMAX, SUMMED, Parts, Training, assemble
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, Parts, Training, assemble, descent
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,9 @@ class FedBABUOptions(Training):
     options=FedBABUOptions, gives=(REGULARISABLE, SUMMED, SOFTMAX), listed=(),
     newcomer="fine-tunes all for tune_epochs passes, as the others do",
 )  # fmt: skip
-def fedbabu(parts: Parts, o: FedBABUOptions) -> Algorithm:
+def fedbabu(parts: Parts, o: FedBABUOptions) -> core.types.Algorithm:
     """Features trained below a fixed random head; all fine-tuned before use."""
     shared, keep = private_head(parts)
-    steps = core.local.sgd(parts.outer, lr=o.lr, clip=o.clip, only=lambda name: not parts.model.in_head(name))
-    made = assemble(shared, o, steps, core.types.Sampling(o.batch, o.local_epochs), keep=keep)
-    return replace(
-        made,
-        personalize=core.local.sgd(parts.personal(parts.outer), lr=o.lr, clip=o.clip),
-        personal_batches=core.types.Sampling(o.batch, o.tune_epochs),
-    )
+    steps = descent(parts.outer, o, only=lambda name: not parts.model.in_head(name))
+    use = descent(parts.personal(parts.outer), o), core.types.Sampling(o.batch, o.tune_epochs)
+    return assemble(shared, o, steps, keep=keep, use=use)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from .. import core
 from ..errors import SpecError
@@ -11,9 +11,6 @@ from ..schema import option
 from .averaging import averaged
 from .catalogue import base
 from .parts import SOFTMAX, Parts, Training
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class FedBEOptions(Training):
     options=FedBEOptions,
     gives=(SOFTMAX,),
 )
-def fedbe(parts: Parts, o: FedBEOptions) -> Algorithm:
+def fedbe(parts: Parts, o: FedBEOptions) -> core.types.Algorithm:
     """FedAvg whose mean is taught by an ensemble of models on the server's unlabelled rows."""
     config = core.server.Distillation(
         samples=o.teachers, sampling=o.teacher_law, scale=o.teacher_scale, concentration=o.concentration,

@@ -18,18 +18,11 @@ say what it should do.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Parts, Training, assemble, linear_head
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm
-    from ..tree import Params
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Parts, Training, assemble, descent, kept, linear_head
 
 
 @dataclass(frozen=True)
@@ -49,38 +42,30 @@ class FedDBEOptions(Training):
     options=FedDBEOptions, gives=(REGULARISABLE, TUNABLE, SUMMED, SOFTMAX), listed=(),
     newcomer="fits a bias of its own on the features for new_epochs passes, all else held fixed",
 )  # fmt: skip
-def feddbe(parts: Parts, o: FedDBEOptions) -> Algorithm:
+def feddbe(parts: Parts, o: FedDBEOptions) -> core.types.Algorithm:
     """FedAvg with a private bias on the features, whose mean is pulled to a common one."""
-    dbe, model, sampling = core.dbe, parts.model, core.types.Sampling
+    dbe, model = core.dbe, parts.model
     layer = linear_head(model, "feddbe")
     bias, width = dbe.Bias(layer, float(o.warm_rounds)), model.layers[layer][1]
     outer = dbe.biased(parts.outer, bias)
     loss = core.objective.total(outer, dbe.pull(model, bias, o.kappa, o.momentum))
 
-    def agreed(key: Tensor, like: Tensor) -> Params:  # noqa: ARG001
-        return {dbe.AGREED: like.new_zeros(width)}
-
-    def init(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return {dbe.BIAS: next(iter(model.init(core.rng.fold(key, 0)).values())).new_zeros(width)}
-
     def rate(name: str) -> float:
         return o.bias_rate if name == dbe.BIAS else 1.0
 
-    batches = sampling(o.batch, o.local_epochs)
-    steps = core.local.sgd(loss, lr=o.lr, clip=o.clip, only=dbe.trained, rate=rate)
-    fits = core.local.sgd(parts.personal(outer), lr=o.lr, clip=o.clip, only=lambda name: name == dbe.BIAS, rate=rate)
-    wrap, admit, unbiased = parts.wrap, parts.admit, parts.personal(parts.outer)
+    batches = core.types.Sampling(o.batch, o.local_epochs)
+    steps = dbe.tracking(descent(loss, o, only=dbe.trained, rate=rate), model, batches, o.momentum)
+    fits = descent(parts.personal(outer), o, only=lambda name: name == dbe.BIAS, rate=rate)
+    wrap, admit, admitting = parts.wrap, parts.admit, parts.personal(parts.outer)
     parts = replace(
         parts,
-        emit=core.emit.joined_by(parts.emit, agreed),
+        emit=core.emit.joined_by(parts.emit, lambda key, like: {dbe.AGREED: like.new_zeros(width)}),  # noqa: ARG005
         outer=outer,
         # A client that is being admitted has no bias yet.
-        admit=None if admit is None else lambda used, _: admit(used, unbiased),
+        admit=None if admit is None else lambda used, _: admit(used, admitting),
         wrap=lambda server: core.server.gathered(wrap(server), (dbe.AGREED,), o.warm_rounds),
     )
-    built = assemble(
-        parts, o, dbe.tracking(steps, model, batches, o.momentum), batches,
-        keep=core.types.Keep(init, alike=True),
-        newcomer=core.types.Newcomer(replace(fits, final=bias.used), sampling(o.batch, o.new_epochs)),
-    )  # fmt: skip
+    newcomer = core.types.Newcomer(replace(fits, final=bias.used), core.types.Sampling(o.batch, o.new_epochs))
+    keep = kept(model, lambda first: {dbe.BIAS: next(iter(first.values())).new_zeros(width)})
+    built = assemble(parts, o, steps, batches, keep=keep, newcomer=newcomer)
     return replace(built, personalize=replace(built.personalize, final=bias.used))

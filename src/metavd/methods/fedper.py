@@ -9,19 +9,12 @@ A client that has never taken part begins with the first random head and fits it
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..errors import SpecError
 from ..schema import option
 from .catalogue import base
-from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Parts, Training, assemble
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm, Keep, Newcomer
-    from ..tree import Params
+from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Parts, Training, assemble, descent, kept
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,7 @@ class PrivateHead(Training):
     )
 
 
-def private_head(parts: Parts) -> tuple[Parts, Keep]:
+def private_head(parts: Parts) -> tuple[Parts, core.types.Keep]:
     """Return the method in the making without the head in its messages, and the head as what clients keep.
 
     Everyone begins with the head that the server's network would have had.
@@ -49,16 +42,13 @@ def private_head(parts: Parts) -> tuple[Parts, Keep]:
         raise SpecError(
             f"option layers names {variational[0]!r}, which is the head that clients keep for themselves; name others"
         )
-
-    def init(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return {name: value for name, value in model.init(core.rng.fold(key, 0)).items() if model.in_head(name)}
-
-    return replace(parts, emit=core.emit.without(parts.emit, model.in_head)), core.types.Keep(init, alike=True)
+    keep = kept(model, lambda first: {name: value for name, value in first.items() if model.in_head(name)})
+    return replace(parts, emit=core.emit.without(parts.emit, model.in_head)), keep
 
 
-def fits_head(parts: Parts, o: PrivateHead) -> Newcomer:
+def fits_head(parts: Parts, o: PrivateHead) -> core.types.Newcomer:
     """What a client does that has kept no head yet: fit one, the features held fixed."""
-    steps = core.local.sgd(parts.personal(parts.outer), lr=o.lr, clip=o.clip, only=parts.model.in_head)
+    steps = descent(parts.personal(parts.outer), o, only=parts.model.in_head)
     return core.types.Newcomer(steps, core.types.Sampling(o.batch, o.new_epochs))
 
 
@@ -67,9 +57,7 @@ def fits_head(parts: Parts, o: PrivateHead) -> Newcomer:
     options=PrivateHead, gives=(REGULARISABLE, TUNABLE, SUMMED, SOFTMAX), listed=("metavd", "dropout"),
     newcomer="fits a head of its own for new_epochs passes, the features held fixed",
 )  # fmt: skip
-def fedper(parts: Parts, o: PrivateHead) -> Algorithm:
+def fedper(parts: Parts, o: PrivateHead) -> core.types.Algorithm:
     """Shared features, a private head; both trained together."""
     shared, keep = private_head(parts)
-    steps = core.local.sgd(parts.outer, lr=o.lr, clip=o.clip)
-    batches = core.types.Sampling(o.batch, o.local_epochs)
-    return assemble(shared, o, steps, batches, keep=keep, newcomer=fits_head(shared, o))
+    return assemble(shared, o, keep=keep, newcomer=fits_head(shared, o))

@@ -10,16 +10,12 @@ A client that has never taken part begins with the first random head and fits it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
 from .fedper import PrivateHead, fits_head, private_head
 from .parts import REGULARISABLE, SOFTMAX, SUMMED, TUNABLE, Parts, assemble
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class FedRepOptions(PrivateHead):
     options=FedRepOptions, gives=(REGULARISABLE, TUNABLE, SUMMED, SOFTMAX), listed=("dropout",),
     newcomer="fits a head of its own for new_epochs passes, the features held fixed",
 )  # fmt: skip
-def fedrep(parts: Parts, o: FedRepOptions) -> Algorithm:
+def fedrep(parts: Parts, o: FedRepOptions) -> core.types.Algorithm:
     """Shared features, a private head; trained in turns."""
     shared, keep = private_head(parts)
     batches = core.types.Sampling(o.batch, o.head_epochs + o.local_epochs)

@@ -12,18 +12,11 @@ A client that has never taken part begins with factors around 1 and fits them to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import SUMMED, TUNABLE, Parts, Training, assemble, named
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm
-    from ..tree import Params
+from .parts import SUMMED, TUNABLE, Parts, Training, assemble, descent, kept, named
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class LRBPFLOptions(Training):
     options=LRBPFLOptions, gives=(TUNABLE, SUMMED),
     newcomer="fits factors of its own for new_epochs passes, the weights held fixed",
 )  # fmt: skip
-def lrbpfl(parts: Parts, o: LRBPFLOptions) -> Algorithm:
+def lrbpfl(parts: Parts, o: LRBPFLOptions) -> core.types.Algorithm:
     """Shared weights, private Gaussian factors on inputs and outputs."""
     rank_one, model = core.rank_one, parts.model
     layers = named(model, o.layers, list(model.layers))
@@ -53,15 +46,10 @@ def lrbpfl(parts: Parts, o: LRBPFLOptions) -> Algorithm:
     loss = core.objective.total(rank_one.mixture(model, factors, o.draws), rank_one.divergence(factors, o.kl))
     parts = replace(parts, outer=loss, predict=rank_one.prediction(model, factors, o.answer_draws))
 
-    def init(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        like = next(iter(model.init(core.rng.fold(key, 0)).values()))
-        return factors.start(like, o.spread)
-
     def rate(name: str) -> float:
         return o.factor_rate if factors.has(name) else 1.0
 
-    steps = core.local.sgd(loss, lr=o.lr, clip=o.clip, rate=rate)
-    fits = core.local.sgd(parts.personal(loss), lr=o.lr, clip=o.clip, only=factors.has, rate=rate)
-    batches = core.types.Sampling(o.batch, o.local_epochs)
+    fits = descent(parts.personal(loss), o, only=factors.has, rate=rate)
     newcomer = core.types.Newcomer(fits, core.types.Sampling(o.batch, o.new_epochs))
-    return assemble(parts, o, steps, batches, keep=core.types.Keep(init, alike=True), newcomer=newcomer)
+    keep = kept(model, lambda first: factors.start(next(iter(first.values())), o.spread))
+    return assemble(parts, o, descent(loss, o, rate=rate), keep=keep, newcomer=newcomer)

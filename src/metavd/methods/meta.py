@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from .. import core
 from ..errors import SpecError
 from ..schema import option
 from .catalogue import base
 from .parts import REGULARISABLE, SOFTMAX, SUMMED, Adapting, Momentum, Parts, assemble
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm, Sampling
 
 
 def _frozen(parts: Parts) -> list[str]:
@@ -46,21 +43,23 @@ class MamlOptions(Adapting, Momentum):
     )
 
 
-def _batches(o: MamlOptions) -> Sampling:
-    return core.types.Sampling(o.batch, o.local_epochs, group=3, independent=o.meta_batches == "independent")
+def _meta(parts: Parts, o: MamlOptions, stage: Callable[..., core.types.Local], **more: Any) -> core.types.Algorithm:
+    """Put together what learns a start by one of the two meta steps."""
+    steps = stage(
+        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, frozen=_frozen(parts),
+        rate=_rate(parts, o), **more,
+    )  # fmt: skip
+    batches = core.types.Sampling(o.batch, o.local_epochs, group=3, independent=o.meta_batches == "independent")
+    return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, batches)
 
 
 @base(
     "maml", "second-order MAML on every client", paper="Chen et al. 2018, arXiv:1802.07876", options=MamlOptions,
     gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
-def maml(parts: Parts, o: MamlOptions) -> Algorithm:
+def maml(parts: Parts, o: MamlOptions) -> core.types.Algorithm:
     """Second-order meta-learning of a start from which one step adapts."""
-    steps = core.local.maml(
-        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip,
-        inner_clip=o.clip if parts.inner_clip else None, frozen=_frozen(parts), rate=_rate(parts, o),
-    )  # fmt: skip
-    return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))
+    return _meta(parts, o, core.local.maml, inner_clip=o.clip if parts.inner_clip else None)
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,6 @@ class PerFedAvgOptions(MamlOptions):
     "perfedavg", "Hessian-free MAML", paper="Fallah et al., NeurIPS 2020", options=PerFedAvgOptions,
     gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
-def perfedavg(parts: Parts, o: PerFedAvgOptions) -> Algorithm:
+def perfedavg(parts: Parts, o: PerFedAvgOptions) -> core.types.Algorithm:
     """MAML with a Hessian-vector product in place of second-order differentiation."""
-    steps = core.local.hf_maml(
-        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, delta=o.delta, frozen=_frozen(parts),
-        product=o.product, trust=o.trust, rate=_rate(parts, o),
-    )  # fmt: skip
-    return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, _batches(o))
+    return _meta(parts, o, core.local.hf_maml, delta=o.delta, product=o.product, trust=o.trust)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from .. import core
 from ..errors import SpecError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Admit,
         Aggregate,
         Algorithm,
-        Batch,
         Emit,
         Keep,
         Local,
@@ -52,6 +51,9 @@ SUMMED = "summed"
 class Options:
     """What one part of a method is told. The properties say what that means for the world around the method."""
 
+    weighs_alike: ClassVar[bool] = False
+    """Whether every client's answer counts alike, not by its number of rows."""
+
     @property
     def server_rows_share(self) -> float | None:
         """Share of every client's rows that the server gets, unlabelled; None: it needs no rows of its own."""
@@ -76,11 +78,6 @@ class Options:
     def only_mean(self) -> str:
         """Why no aggregation rule but the mean goes with it, in half a sentence; empty where all do."""
         return ""
-
-    @property
-    def weighs_alike(self) -> bool:
-        """Whether every client's answer counts alike, not by its number of rows."""
-        return False
 
     def notes(self, rounds: int) -> Sequence[str]:  # noqa: ARG002
         """What a person should know before a run of so many rounds."""
@@ -227,29 +224,45 @@ def plain(model: Model, setting: Setting, o: Rates) -> Parts:
     )
 
 
+def descent(
+    loss: Objective,
+    o: Rates,
+    *,
+    only: Callable[[str], bool] | None = None,
+    rate: Callable[[str], float] | None = None,
+) -> Local:
+    """Return gradient descent as a base's options say; for `only` and `rate` see `core.local.sgd`."""
+    return core.local.sgd(loss, lr=o.lr, clip=o.clip, only=only, rate=rate)
+
+
+def kept(model: Model, first: Callable[[Params], Params]) -> Keep:
+    """Let every client begin with what `first` makes of the first weights that the run's key gives the network."""
+    return core.types.Keep(lambda key, client: first(model.init(core.rng.fold(key, 0))), alike=True)  # noqa: ARG005
+
+
 def assemble(
     parts: Parts,
     o: Training,
-    steps: Local,
-    batches: Sampling,
+    steps: Local | None = None,
+    batches: Sampling | None = None,
     *,
     pulls: Emit | None = None,
     keep: Keep | None = None,
     newcomer: Newcomer | None = None,
+    use: tuple[Local, Sampling] | None = None,
 ) -> Algorithm:
     """Put the slots together; personalisation takes gradient steps where the method adapts.
 
     Args:
         parts: what regularisers made of the method.
         o: the base's options.
-        steps: what a client does with its batches in a round.
-        batches: which batches these are.
+        steps: what a client does with its batches in a round; by default it descends what it minimises.
+        batches: which batches these are; by default `local_epochs` passes over its rows.
         pulls: what the server takes the clients' differences to, where that is not what they received.
         keep: what clients keep between rounds.
         newcomer: what a client does before use or test that has kept nothing yet.
+        use: what a client does before use or test, and on which batches, where that is not adaptation.
     """
-    import torch  # noqa: PLC0415
-
     groups = core.optim.Groups(parts.groups, sparse=parts.sparse)
     pulled = core.server.pull(
         pulls or parts.emit,
@@ -260,26 +273,22 @@ def assemble(
         owned_by_share=parts.owned_by_share,
         anew=pulls is not None,
     )
-    used = parts.serve(parts.emit)
-
-    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
-        return used.apply(params, torch.full((), core.types.NEW, dtype=torch.int64, device=round.device), round)
-
-    adapts = parts.adapt_steps is not None
-    # A client that does not adapt still needs a batch where its embedding is to be fitted.
-    num_steps = parts.adapt_steps if parts.adapt_steps is not None else int(parts.admit is not None)
+    used, loss = parts.serve(parts.emit), parts.personal(parts.outer)
+    if use is None and parts.adapt_steps is not None:
+        use = descent(loss, o), core.types.Sampling(o.batch, steps=parts.adapt_steps)
+    elif use is None:
+        # A client that does not adapt still needs a batch where its embedding is to be fitted.
+        use = core.local.unchanged, core.types.Sampling(o.batch, steps=int(parts.admit is not None))
     return core.types.Algorithm(
         emit=parts.emit,
-        local=steps,
+        local=steps or descent(parts.outer, o),
         server=parts.wrap(pulled),
-        personalize=core.local.sgd(parts.personal(parts.outer), lr=o.lr, clip=o.clip)
-        if adapts
-        else core.local.unchanged,
+        personalize=use[0],
         predict=parts.predict,
         serve=used.apply,
-        admit=admit if parts.admit is None else parts.admit(used, parts.personal(parts.outer)),
-        train_batches=batches,
-        personal_batches=core.types.Sampling(o.batch, steps=num_steps),
+        admit=core.emit.as_newcomer(used) if parts.admit is None else parts.admit(used, loss),
+        train_batches=batches or core.types.Sampling(o.batch, o.local_epochs),
+        personal_batches=use[1],
         posterior=parts.posterior,
         keep=keep,
         newcomer=newcomer,

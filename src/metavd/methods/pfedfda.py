@@ -21,21 +21,12 @@ received.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import Parts, Training, linear_head
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from ..core.types import Algorithm, Batch
-    from ..tree import Params
+from .parts import Parts, Training, assemble, linear_head
 
 
 @dataclass(frozen=True)
@@ -54,10 +45,8 @@ class PFedFDAOptions(Training):
     options=PFedFDAOptions,
     newcomer="has a head from its own rows and the received classes, without a gradient, as the others do",
 )  # fmt: skip
-def pfedfda(parts: Parts, o: PFedFDAOptions) -> Algorithm:
+def pfedfda(parts: Parts, o: PFedFDAOptions) -> core.types.Algorithm:
     """Shared features, a head from Gaussian classes."""
-    import torch  # noqa: PLC0415
-
     lda, sampling = core.lda, core.types.Sampling
     model, classes = core.model.headless(parts.model), parts.setting.num_classes
     layer = linear_head(parts.model, "pfedfda")
@@ -65,19 +54,9 @@ def pfedfda(parts: Parts, o: PFedFDAOptions) -> Algorithm:
     emits = lda.with_classes(core.emit.shared(model), model, classes)
     passes = lda.COUNTING + lda.SPLITS
     train, use = sampling(o.batch, passes + o.local_epochs), sampling(o.batch, passes, augment=False)
-    pulled = core.server.pull(emits, core.aggregate.mean, core.optim.Groups(parts.groups), clip=o.server_clip)
-
-    def admit(params: Params, round: Tensor, batches: Sequence[Batch]) -> Params:  # noqa: ARG001
-        return emits.apply(params, torch.full((), core.types.NEW, dtype=torch.int64, device=round.device), round)
-
-    return core.types.Algorithm(
-        emit=emits,
-        local=lda.stage(model, train, fit, lr=o.lr, clip=o.clip, personal=False),
-        server=core.server.gathered(pulled, (lda.MEANS, lda.COVARIANCE)),
-        personalize=lda.stage(model, use, fit, lr=o.lr, clip=o.clip, personal=True),
-        predict=parts.predict,
-        serve=emits.apply,
-        admit=admit,
-        train_batches=train,
-        personal_batches=use,
+    steps, fits = (
+        lda.stage(model, batches, fit, lr=o.lr, clip=o.clip, personal=personal)
+        for batches, personal in ((train, False), (use, True))
     )
+    parts = replace(parts, emit=emits, wrap=lambda server: core.server.gathered(server, (lda.MEANS, lda.COVARIANCE)))
+    return assemble(parts, o, steps, train, use=(fits, use))

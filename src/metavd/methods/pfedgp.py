@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 from .. import core
 from ..errors import SpecError
 from ..schema import option
 from .catalogue import base
 from .parts import SUMMED, Parts, Rates
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,14 @@ class PFedGPOptions(Rates):
         later=True,
     )  # fmt: skip
 
-    @property
-    def weighs_alike(self) -> bool:
-        """Every client's answer counts alike."""
-        return True
+    weighs_alike: ClassVar[bool] = True
 
 
 @base(
     "pfedgp", "shared features, a Gaussian-process tree per client", paper="Achituve et al., NeurIPS 2021",
     options=PFedGPOptions, gives=(SUMMED,),
 )  # fmt: skip
-def pfedgp(parts: Parts, o: PFedGPOptions) -> Algorithm:
+def pfedgp(parts: Parts, o: PFedGPOptions) -> core.types.Algorithm:
     """Shared features, a Gaussian-process tree on each client's own classes."""
     slots, sampling = core.gp_slots, core.types.Sampling
     alone = o.condition == "points"

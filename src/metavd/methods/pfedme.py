@@ -10,17 +10,13 @@ Clients keep nothing. One that has never taken part does as the others: it finds
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from .. import core
 from ..errors import SpecError
 from ..schema import option
 from .catalogue import base
 from .parts import SOFTMAX, SUMMED, Parts, Training, assemble
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
 
 
 @dataclass(frozen=True)
@@ -45,18 +41,17 @@ class PFedMeOptions(Training):
     options=PFedMeOptions, gives=(SUMMED, SOFTMAX),
     newcomer="finds its own model near what it receives, as the others do",
 )  # fmt: skip
-def pfedme(parts: Parts, o: PFedMeOptions) -> Algorithm:
+def pfedme(parts: Parts, o: PFedMeOptions) -> core.types.Algorithm:
     """Personal models near a shared one, which descends Moreau envelopes."""
     if o.lr * o.pull >= 2:
         raise SpecError(
             f"lr x pull is {o.lr * o.pull:g}, but from 2 on each step overshoots the shared model further; "
             f"give an lr below {2 / o.pull:g}"
         )
-    local, sampling = core.local, core.types.Sampling
+    local = core.local
     near, use = (
         local.personal(loss, pull=o.pull, steps=o.prox_steps, lr=o.lr, clip=o.clip)
         for loss in (parts.outer, parts.personal(parts.outer))
     )
     steps = local.envelope(near, pull=o.pull, lr=o.outer_lr)
-    made = assemble(parts, o, steps, sampling(o.batch, o.local_epochs))
-    return replace(made, personalize=use, personal_batches=sampling(o.batch, o.tune_epochs))
+    return assemble(parts, o, steps, use=(use, core.types.Sampling(o.batch, o.tune_epochs)))

@@ -15,18 +15,11 @@ q_i to its rows, the features held fixed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from .. import core
 from ..schema import option
 from .catalogue import base
-from .parts import Parts, Training, assemble, linear_head
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..core.types import Algorithm
-    from ..tree import Params
+from .parts import Parts, Training, assemble, descent, kept, linear_head
 
 
 @dataclass(frozen=True)
@@ -46,20 +39,14 @@ class PFedVEMOptions(Training):
     options=PFedVEMOptions,
     newcomer="fits a head of its own around the received one",
 )  # fmt: skip
-def pfedvem(parts: Parts, o: PFedVEMOptions) -> Algorithm:
+def pfedvem(parts: Parts, o: PFedVEMOptions) -> core.types.Algorithm:
     """Shared features, a private Gaussian head around a latent one."""
     model, vem, sampling = parts.model, core.vem, core.types.Sampling
     head = vem.Head(linear_head(model, "pfedvem"))
     loss = vem.expected(model, head, o.draws, o.kl)
 
-    def variance(key: Tensor, like: Tensor) -> Params:  # noqa: ARG001
-        return {vem.VARIANCE: like.new_ones(())}
-
-    def init(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return head.start(model.init(core.rng.fold(key, 0)), o.spread)
-
     def trained(name: str) -> bool:
-        return head.is_own(name) or not (model.in_head(name) or name in {vem.VARIANCE, vem.BEGUN})
+        return head.is_own(name) or not (model.in_head(name) or name in {vem.VARIANCE, core.local.BEGUN})
 
     def rate(name: str) -> float:
         return o.spread_rate if head.is_spread(name) else 1.0
@@ -68,15 +55,11 @@ def pfedvem(parts: Parts, o: PFedVEMOptions) -> Algorithm:
     steps = core.local.in_turns(
         loss, batches, first=head.is_own, epochs=o.head_epochs, lr=o.lr, clip=o.clip, only=trained, rate=rate
     )
-    fits = core.local.sgd(loss, lr=o.lr, clip=o.clip, only=head.is_own, rate=rate)
-    parts = replace(
-        parts, emit=core.emit.joined_by(parts.emit, variance), outer=loss, aggregate=vem.by_confidence(head)
-    )
-    built = assemble(
-        parts, o, replace(steps, init=head.begun, final=head.sent), batches,
-        keep=core.types.Keep(init, alike=True),
-        newcomer=core.types.Newcomer(
-            replace(fits, init=head.begun, final=head.used), sampling(o.batch, o.new_epochs)
-        ),
-    )  # fmt: skip
+    steps = replace(steps, init=head.begun, final=head.sent)
+    fits = replace(descent(loss, o, only=head.is_own, rate=rate), init=head.begun, final=head.used)
+    emits = core.emit.joined_by(parts.emit, lambda key, like: {vem.VARIANCE: like.new_ones(())})  # noqa: ARG005
+    parts = replace(parts, emit=emits, outer=loss, aggregate=vem.by_confidence(head))
+    keep = kept(model, lambda first: head.start(first, o.spread))
+    newcomer = core.types.Newcomer(fits, sampling(o.batch, o.new_epochs))
+    built = assemble(parts, o, steps, batches, keep=keep, newcomer=newcomer)
     return replace(built, personalize=replace(built.personalize, final=head.used))

@@ -14,15 +14,12 @@ A client counts its own training rows and sends nothing new; one that never took
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from .. import core
 from ..schema import option
 from .catalogue import extra
 from .parts import SOFTMAX, Options, Parts, linear_head
-
-if TYPE_CHECKING:
-    from ..core.types import Algorithm
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def prior(parts: Parts, o: PriorOptions) -> Parts:
     bias, finish = f"{linear_head(parts.model, '+prior')}.bias", parts.finish
     classes, smoothing, shifted = parts.setting.num_classes, o.prior_smoothing, core.prior.shifted
 
-    def told(built: Algorithm) -> Algorithm:
+    def told(built: core.types.Algorithm) -> core.types.Algorithm:
         built = finish(built)
         stage, use, new = built.personalize, replace(built.personal_batches, classes=classes), built.newcomer
         if new is not None:

@@ -13,12 +13,12 @@ never taken part uses w as it comes, as all others do.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .. import core
 from ..errors import SpecError
 from .catalogue import base
-from .parts import SOFTMAX, TUNABLE, Parts, Training, assemble
+from .parts import SOFTMAX, TUNABLE, Parts, Training, assemble, kept
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 class ScaffoldOptions(Training):
     """FedAvg's."""
 
-    @property
-    def weighs_alike(self) -> bool:
-        """Every client's answer counts alike."""
-        return True
+    weighs_alike: ClassVar[bool] = True
 
 
 @base(
@@ -49,23 +46,20 @@ def scaffold(parts: Parts, o: ScaffoldOptions) -> Algorithm:
     emits, serve, wrap, number = parts.emit, parts.serve, parts.wrap, parts.setting.num_clients
     control, own = core.local.CONTROL, core.local.OWN
 
-    def zeros(key: Tensor) -> Params:
-        return {control + name: value.new_zeros(value.shape) for name, value in emits.init(key).items()}
+    def zeros(params: Params, prefix: str) -> Params:
+        return {prefix + name: value.new_zeros(value.shape) for name, value in params.items()}
 
-    def first(key: Tensor, client: Tensor) -> Params:  # noqa: ARG001
-        return {own + name: value for name, value in zeros(key).items()}
+    def init(key: Tensor) -> Params:
+        params = emits.init(key)
+        return params | zeros(params, control)
 
-    made = assemble(
-        replace(
-            parts,
-            emit=core.types.Emit(lambda key: emits.init(key) | zeros(key), emits.apply),
-            serve=lambda used: core.emit.without(serve(used), lambda name: name.startswith(control)),
-            groups=parts.groups | {control: core.optim.Sgd(1.0)},
-            wrap=lambda server: wrap(core.server.by_participation(server, control, number)),
-        ),
-        o,
-        core.local.controlled(parts.outer, lr=o.lr, clip=o.clip),
-        core.types.Sampling(o.batch, o.local_epochs),
-        keep=core.types.Keep(first, alike=True),
+    steps = core.local.controlled(parts.outer, lr=o.lr, clip=o.clip)
+    parts = replace(
+        parts,
+        emit=core.types.Emit(init, emits.apply),
+        serve=lambda used: core.emit.without(serve(used), lambda name: name.startswith(control)),
+        groups=parts.groups | {control: core.optim.Sgd(1.0)},
+        wrap=lambda server: wrap(core.server.by_participation(server, control, number)),
     )
+    made = assemble(parts, o, steps, keep=kept(parts.model, lambda first: zeros(first, own + control)))
     return replace(made, personalize=replace(made.personalize, init=core.local.without_own))

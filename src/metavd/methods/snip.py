@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from .. import core
 from ..schema import option
 from .catalogue import regulariser
 from .parts import Options, Parts, named
-
-if TYPE_CHECKING:
-    from ..core.types import Server
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,10 @@ def snip(parts: Parts, o: SnipOptions) -> Parts:
     released = o.saliency == "released"
     emits = emit.unmasked(parts.emit, layers)
 
-    def wrap(base: Server) -> Server:
+    def wrap(base: core.types.Server) -> core.types.Server:
         return core.server.prune(base, layers, sparsity=o.sparsity, lr=parts.lr, released=released)
 
     if not released:
         return replace(parts, emit=emits, wrap=wrap)
-    return replace(
-        parts, emit=emit.kept(emits, layers), serve=lambda _: emit.zeroed(emits, layers), wrap=wrap, inner_clip=False
-    )
+    trained, used = (emit.zeroed(emits, layers, keep=keep) for keep in (True, False))
+    return replace(parts, emit=trained, serve=lambda _: used, wrap=wrap, inner_clip=False)

@@ -255,13 +255,13 @@ def _projected(parts: Parts) -> Parts:
     return replace(parts, finish=told)
 
 
-def _predicted(parts: Parts, o: PosteriorOptions, hyper: HyperOptions, shares: Shares) -> Parts:
+def _predicted(parts: Parts, o: MetaVDOptions | VDOptions, shares: Shares) -> Parts:
     """A posterior whose spreads a hypernetwork predicts."""
 
     def extend(base: Emit, model: Model, noise: Posterior) -> Emit:
         return core.emit.meta(
-            base, model, noise, parts.setting.num_clients, size=hyper.embedding or None, width=hyper.hyper_width,
-            depth=hyper.hyper_depth, released=o.clamp == "released", shares=shares,
+            base, model, noise, parts.setting.num_clients, size=o.embedding or None, width=o.hyper_width,
+            depth=o.hyper_depth, released=o.clamp == "released", shares=shares,
         )  # fmt: skip
 
     return _posterior(parts, o, extend)
@@ -279,7 +279,7 @@ def _owned(parts: Parts, o: OwnedOptions, group: Sgd) -> Parts:
 def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
     """Each client's spread predicted by a hypernetwork from the client's embedding."""
     emit = core.emit
-    parts = _predicted(parts, o, o, "network")
+    parts = _predicted(parts, o, "network")
     if o.admits_by_fitting:
         parts = replace(parts, admit=lambda used, loss: emit.fitted(used, loss, steps=o.fit_steps, lr=o.fit_lr))
     elif o.newcomer == "outputs":
@@ -295,10 +295,10 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
 def vd(parts: Parts, o: VDOptions) -> Parts:
     """One learned spread for all clients."""
     if o.spread_by == "hypernetwork":
-        parts = _predicted(parts, o, o, "all")
+        parts = _predicted(parts, o, "all")
         groups = parts.groups | {core.emit.HYPER: o.hyper_group, core.emit.ONE_EMBEDDING: o.embed_group}
     else:
-        parts = _posterior(parts, o, core.emit.one_for_all)
+        parts = _posterior(parts, o, core.emit.learned)
         groups = parts.groups | dict.fromkeys(parts.posterior_entries, o.spread_group)
     # The released code evaluates VD with its own spread, and only the others with a constant.
     return replace(parts, groups=groups, serve=lambda emits: emits)
@@ -312,9 +312,9 @@ def ensemblevd(parts: Parts, o: EnsembleVDOptions) -> Parts:
     """One learned spread for each client."""
     num, emit = parts.setting.num_clients, core.emit
     if o.spread_by == "hypernetwork":
-        parts = replace(_predicted(parts, o, o, "nothing"), admit=lambda used, loss: emit.averaged_apart(used))  # noqa: ARG005
+        parts = replace(_predicted(parts, o, "nothing"), admit=lambda used, loss: emit.averaged_apart(used))  # noqa: ARG005
         return _owned(replace(parts, groups=parts.groups | {emit.OWN_HYPER: o.hyper_group}), o, o.embed_group)
-    parts = _posterior(parts, o, lambda base, model, noise: emit.one_per_client(base, model, noise, num))
+    parts = _posterior(parts, o, lambda base, model, noise: emit.learned(base, model, noise, num))
     return _owned(parts, o, o.spread_group)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import tree
 from ...errors import SpecError
 from .catalogue import Ballot, Rule, rule
 from .coordinates import weighted_median
@@ -24,12 +25,9 @@ def clip(factor: float = 1.0) -> Rule:
         raise SpecError(f"aggregate is clip:{factor:g}, but the factor must be above 0, such as clip:1.5")
 
     def count(ballot: Ballot) -> Ballot:
-        parts = [torch.linalg.vector_norm(value.flatten(1), dim=1) for value in ballot.moves.values()]
-        length = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        length = tree.norms(ballot.moves)
         limit = factor * weighted_median(length, ballot.weight)
         scale = torch.where(length > limit, limit / length, 1.0)
-        return ballot._replace(
-            moves={name: value * scale.reshape(-1, *[1] * (value.dim() - 1)) for name, value in ballot.moves.items()}
-        )
+        return ballot._replace(moves=tree.scaled(ballot.moves, scale))
 
     return count

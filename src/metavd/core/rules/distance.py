@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import tree
 from ...errors import SpecError
 from ...tree import Params
 from .catalogue import Ballot, Rule, consensus, rule
@@ -19,8 +20,7 @@ _SMOOTH = 1e-6
 
 def _distances(moves: Params, centre: Params) -> Tensor:
     """Return (C,): how far each answer lies from a centre."""
-    parts = [torch.linalg.vector_norm((moves[name] - value).flatten(1), dim=1) for name, value in centre.items()]
-    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    return tree.norms({name: moves[name] - value for name, value in centre.items()})
 
 
 @rule("geometric-median", "answers count less the farther they lie from the consensus (Weiszfeld)")
@@ -44,7 +44,7 @@ def geometric_median(steps: int = 32) -> Rule:
         for _ in range(steps):
             close = 1.0 / torch.hypot(_distances(moves, centre), smooth)
             close = close / (weight * close).sum()
-            votes = {name: value * close.reshape(-1, *[1] * (value.dim() - 1)) for name, value in ballot.votes.items()}
+            votes = tree.scaled(ballot.votes, close)
             centre = consensus(moves, votes)
         return ballot._replace(votes=votes, trust=ballot.trust * close.clamp(max=1.0))
 

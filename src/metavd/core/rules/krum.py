@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import tree
 from ...errors import SpecError
 from ...tree import Params
 from .catalogue import Ballot, Rule, rule
@@ -29,16 +30,12 @@ def scores(moves: Params, weight: Tensor, liars: int) -> Tensor:
     return torch.where(weight > 0, near, torch.inf)
 
 
-def _only(ballot: Ballot, chosen: Tensor) -> Ballot:
-    """Count the votes of chosen clients (C,) alone; the others move nothing, not even what is their own."""
-    votes = {name: value * chosen.reshape(-1, *[1] * (value.dim() - 1)) for name, value in ballot.votes.items()}
-    return ballot._replace(votes=votes, trust=ballot.trust * chosen)
-
-
 def _best(ballot: Ballot, liars: int, number: int) -> Ballot:
+    """Count the votes of the best clients alone; the others move nothing, not even what is their own."""
     score = scores(ballot.moves, ballot.weight, liars)
     places = score.topk(min(max(number, 1), len(score)), largest=False).indices
-    return _only(ballot, torch.zeros_like(ballot.weight).index_fill(0, places, 1.0))
+    chosen = torch.zeros_like(ballot.weight).index_fill(0, places, 1.0)
+    return ballot._replace(votes=tree.scaled(ballot.votes, chosen), trust=ballot.trust * chosen)
 
 
 def _needed(liars: int = 1, *_: int) -> int:

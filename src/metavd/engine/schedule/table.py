@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ... import tree
 from ...core import rng
 from ...core.types import Batch, Sampling, ServerState
 from ...data.cohort import TRAIN, Plan, Pool, about, draw, layout, sizes_of
@@ -77,8 +78,7 @@ def part_of(drawn: Table, part: slice) -> Table:
     """Return the table of some of the clients, which are neighbours in its order."""
     steps = drawn.steps[part]
     rows, mask, keys = (value[: steps[0], part] for value in (drawn.rows, drawn.mask, drawn.keys))
-    told = {name: value[part] for name, value in drawn.about.items()}
-    return Table(drawn.order[part], steps, rows, mask, keys, drawn.size[part], told)
+    return Table(drawn.order[part], steps, rows, mask, keys, drawn.size[part], tree.unstack(drawn.about, part))
 
 
 def ordered(sent: Params, order: Tensor) -> Params:
@@ -130,5 +130,5 @@ def batches_of(
         x = x.contiguous()
     active = rows.shape[1]
     rounds, size = round.expand(active), size[:active]
-    known = {name: value[:active] for name, value in told.items()}
+    known = tree.unstack(told, slice(active))
     return [Batch(x[j], y[j], mask[j], keys[j, :, 0], rounds, size, known) for j in range(len(rows))]

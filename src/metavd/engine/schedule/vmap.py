@@ -105,17 +105,14 @@ def whole_turns(chunk: int = 0) -> Train:
 
         def part(group: list[tuple[int, list[Batch]]]) -> list[tuple[Params, Params, Tensor]]:
             first = group[0][0]
-            shared = {name: value.stride(0) == 0 for name, value in sent.items()}
-            axes = {name: None if all else 0 for name, all in shared.items()}
-            own = {
-                name: value[0] if shared[name] else value[first : first + len(group)] for name, value in sent.items()
-            }
-            private = {name: value[first : first + len(group)] for name, value in kept.items()}
+            these = slice(first, first + len(group))
+            axes = {name: None if value.stride(0) == 0 else 0 for name, value in sent.items()}
+            own = {name: value[0 if axes[name] is None else these] for name, value in sent.items()}
             turn = mapped(partial(train_turn, algorithm), (axes, 0, 0), randomness="error")
-            return [turn(own, private, _padded([batches for _, batches in group]))]
+            return [turn(own, tree.unstack(kept, these), _padded([batches for _, batches in group]))]
 
         parts = list(_in_parts(drawn, chunk or MOST, part))
-        adapted, own = ({name: torch.cat([each[i][name] for each in parts]) for name in parts[0][i]} for i in (0, 1))
+        adapted, own = (tree.concatenated([each[i] for each in parts]) for i in (0, 1))
         return Trained(sent, adapted, own, torch.cat([loss for _, _, loss in parts]))
 
     return train
@@ -138,8 +135,7 @@ def together(chunk: int = 0) -> Train:
         parts: list[tuple[Params, Tensor]] = []
         for first in range(0, len(cohort), chunk or len(cohort)):
             part = slice(first, min(first + (chunk or len(cohort)), len(cohort)))
-            own = {name: value[part] for name, value in received.items()}
-            parts += _train(algorithm, pool, own, part_of(drawn, part), state.round)
+            parts += _train(algorithm, pool, tree.unstack(received, part), part_of(drawn, part), state.round)
         ended, losses = rejoined(parts, drawn.order)
         return Trained(sent, *split(ended, kept), losses)
 
@@ -159,10 +155,10 @@ def _train(
     for step in range(steps[0] + 1):
         active = sum(each > step for each in steps)
         if active < len(loss):
-            ended = {name: value[active:] for name, value in params.items()}
+            ended = tree.unstack(params, slice(active, None))
             ended = ended if local.final is None else mapped(local.final)(ended)
             done.append((ended, loss[active:] / max(step, 1)))
-            params, received = ({name: value[:active] for name, value in each.items()} for each in (params, received))
+            params, received = (tree.unstack(each, slice(active)) for each in (params, received))
             loss = loss[:active]
         if active:
             these = (drawn.rows[step, :active], drawn.mask[step, :active], drawn.keys[step, :active])
