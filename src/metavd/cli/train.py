@@ -172,7 +172,7 @@ def _print_compared(rows: Mapping[str, Mapping[str, Any]], seeds: int) -> None:
         for column in shown:
             made.add_column(column.title.replace(" ", "\n", 9 if narrow else 1), justify="right", no_wrap=True)
         for name, row in rows.items():
-            cells = (study.cell(column, row[column.title]) for column in shown)
+            cells = (column.text(row[column.title]) for column in shown)
             made.add_row(name, *(each.replace(" ±", "\n±") if narrow else each for each in cells))
         return made
 

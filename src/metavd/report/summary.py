@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..evaluate.figures import EPSILON, SECONDS, SENT, Column, get, headline, number
-from ..evaluate.intervals import interval
 from .groups import Group, left_out, parts
 
 
@@ -38,10 +37,10 @@ class Estimate(NamedTuple):
 
 def estimate(group: Group, column: Column) -> Estimate | None:
     """Return a group's figure with its interval; None where no run has it."""
-    values = [value * column.factor for value in group.numbers(*column.path)]
-    if not values:
+    found = column.cell(run.result for run in group.runs)
+    if found is None:
         return None
-    mean, half = interval(values)
+    mean, half = found
     if half is not None:
         return Estimate(mean, mean - half, mean + half, "seeds")
     bounds = _bounds(group.runs[0].result, column) if len(group.runs) == 1 else None

@@ -12,12 +12,13 @@ from ..data.collection import Collection
 from ..data.partition import NAMED
 from ..engine.rounds import Listener, Silent
 from ..errors import SpecError
-from ..evaluate.figures import get
+from ..evaluate.figures import Cell, get
 from ..evaluate.intervals import interval
 from ..methods import options_of
 from ..runs.settings import SETTINGS, Experiment, with_data, with_settings
 from ..runs.setup import data_of
-from .compare import Cell, cell, compare
+from .compare import compare
+from .markdown import markdown_table
 
 EACH = "each"
 """The word for all clients in turn."""
@@ -74,13 +75,12 @@ def leave_out(
 
 def shown(value: Cell) -> str:
     """Write one accuracy."""
-    return cell(_COLUMN, value)
+    return _COLUMN.text(value)
 
 
 def markdown(table: Mapping[str, Mapping[str, Cell]]) -> str:
     """Write the table as Markdown, a column for each client that was left out."""
     heads = list(next(iter(table.values())))
-    lines = [f"| {_COLUMN.title}, left out: | " + " | ".join(head.replace("|", "/") for head in heads) + " |"]
-    lines.append("|---|" + "---:|" * len(heads))
-    lines += [f"| {method} | " + " | ".join(shown(row[head]) for head in heads) + " |" for method, row in table.items()]
-    return "\n".join(lines) + "\n"
+    rows = [[method, *(shown(row[head]) for head in heads)] for method, row in table.items()]
+    titles = (head.replace("|", "/") for head in heads)
+    return "\n".join(markdown_table([f"{_COLUMN.title}, left out:", *titles], rows)) + "\n"
