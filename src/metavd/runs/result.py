@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import html
 import io
 from collections.abc import Callable, Mapping
@@ -173,14 +172,10 @@ def _value(value: Any) -> Any:
 def stored(store: Store, values: Mapping[str, Any], **given: Any) -> Result:
     """Return the result of a run in a folder, which is read when it is asked; `given` is what `run` was handed over."""
 
-    def clients() -> list[Row]:
-        with store.clients.open(newline="") as file:
-            return list(csv.DictReader(file))
-
     def personal(client: str | int | None) -> Any:
         return _serve().personalize(store.folder, client=client, **given)
 
-    return Result(values, store.read_rounds, clients, personal)
+    return Result(values, store.read_rounds, store.read_clients, personal)
 
 
 class Memory:

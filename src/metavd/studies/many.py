@@ -145,14 +145,12 @@ def carry_out(
     def fits(which: int) -> bool:
         return watch.begin(which, str(planned[which].settings.get("method", "")))
 
-    def one_by_one() -> Iterator[tuple[int, Any]]:
-        for which, task in enumerate(planned):
-            if fits(which):
-                yield which, _attempt(task, order, listener, partial(tell, missing[which], which + 1, len(missing)))
+    def told(which: int) -> tuple[Any, ...]:  # of a run in this process
+        return (listener, partial(tell, missing[which], which + 1, len(missing)))
 
     together = at_once > 1
-    ending = side_by_side(_attempt, [(each, order) for each in planned], at_once, fits) if together else one_by_one()
-    for number, (which, found) in enumerate(ending, 1):
+    work_of = [(each, order, *(() if together else told(which))) for which, each in enumerate(planned)]
+    for number, (which, found) in enumerate(side_by_side(_attempt, work_of, at_once, fits), 1):
         watch.end(which, counts=found[0] in {"done", "failed"})
         if together:
             tell(missing[which], number, len(missing))

@@ -15,13 +15,10 @@ from ...data.partition import federate
 from ...data.source import Source, arrays, digits
 from ...engine.rounds import Listener, Silent
 from ...errors import SpecError
-from ...runs.run import run
 from ...runs.settings import RUNTIME
-from ...runs.store import Store
 from ...schema import nearest
-from ..many import Share, carry_out, taken
-from ..tuned import plain
-from .digest import digest, often
+from ..many import Share, carry_out
+from .digest import digested
 from .plan import Run, needed, store_file
 from .protocol import PAPER, Protocol
 
@@ -120,10 +117,7 @@ def _carry(runtime: Mapping[str, Any], settings: dict[str, Any], folder: Path, l
     """Carry out one run; see `many.Work`."""
     if "method" not in settings:
         return {"device": "cpu", "result": {"classes": _classes(settings)}}
-    result = run(
-        **plain(settings), **(often(settings["rounds"]) | dict(runtime)), out=folder, resume=True, listener=listener
-    )
-    return taken(result, digest(result, Store(folder)))
+    return digested(settings, folder, listener, where=runtime)
 
 
 def _classes(settings: Mapping[str, Any]) -> dict[str, float]:
