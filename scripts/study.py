@@ -55,7 +55,7 @@ def carried_out(changes: Sequence[Changes], store: Path, root: str | None) -> li
         work = Path("runs") / store.stem
         tasks = dict(enumerate(settings))
         for ended in carry_out(
-            tasks, partial(curve, root), store=store, scope=SCOPE, work=work, fails=(), refuses=(), jobs=0,
+            tasks, partial(curve, root), store=store, scope=SCOPE, work=work, strict=True, jobs=0,
             device="cuda",
         ):  # fmt: skip
             print(f"{ended.end}: {changes[ended.key]}")

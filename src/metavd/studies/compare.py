@@ -134,7 +134,7 @@ def compare(
         each.key: each.line["result"]
         for each in carry_out(
             planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
-            fails=(), refuses=(), jobs=at_once, share=share, until=until, listener=listener, progress=told,
+            strict=True, jobs=at_once, share=share, until=until, listener=listener, progress=told,
         )
         if each.line is not None
     }  # fmt: skip

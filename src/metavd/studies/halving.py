@@ -260,7 +260,7 @@ def search(
             here = [trial | {"round": round} for trial in planned[method]]
             tasks |= {name_of(trial): trial for trial in here if known(trial) is None}
         work, left = partial(stretch, experiments=asked, first=first), 0
-        for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, fails=(), refuses=(), jobs=jobs,
+        for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, strict=True, jobs=jobs,
                                until=until, device=experiments[0].device):  # fmt: skip
             if ended.line is None:
                 left += 1
