@@ -20,7 +20,7 @@ from .read import PARTS, Doubt
 
 def pooled_bins(diagrams: Sequence[Reliability]) -> Reliability | None:
     """Return one diagram of all samples of several; None where there is none, or their bins differ."""
-    if not diagrams or any(not np.array_equal(each.edges, diagrams[0].edges) for each in diagrams):
+    if not _alike(diagrams):
         return None
     count = np.stack([each.count for each in diagrams])
     total = count.sum(0)
@@ -30,9 +30,14 @@ def pooled_bins(diagrams: Sequence[Reliability]) -> Reliability | None:
     return Reliability(diagrams[0].edges, total, confidence, accuracy)
 
 
+def _alike(found: Sequence[Reliability | Doubt]) -> bool:
+    """Whether there are some, and all have the same bins."""
+    return bool(found) and all(np.array_equal(each.edges, found[0].edges) for each in found)
+
+
 def pooled_doubt(histograms: Sequence[Doubt]) -> Doubt | None:
     """Return one histogram of all answers of several; None where there is none, or their bins differ."""
-    if not histograms or any(not np.array_equal(each.edges, histograms[0].edges) for each in histograms):
+    if not _alike(histograms):
         return None
     return Doubt(histograms[0].edges, *(sum(getattr(each, name) for each in histograms) for name in ("right", "wrong")))
 

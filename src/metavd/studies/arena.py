@@ -7,7 +7,7 @@ written from the store alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,6 @@ def carry(
 
 def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
-    groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for line in read(store, SCOPE).values():
-        groups[setting_of(line)][name_of(line)].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
@@ -105,9 +102,17 @@ def page(store: Path) -> str:
         "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
         "rows), for orientation alone.\n",
     ]
-    for title, methods in sorted(groups.items()):
+    for title, methods in grouped(read(store, SCOPE).values()).items():
         parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def grouped(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
+    """Return runs by what those of a table share, and by what tables call them."""
+    groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        groups[setting_of(line)][name_of(line)].append(line)
+    return dict(sorted(groups.items()))
 
 
 def name_of(line: Line) -> str:

@@ -9,14 +9,13 @@ those count; data that are there to try things out count where there are no othe
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import NamedTuple
 
 from ..evaluate.figures import SECONDS, SENT, Column, get
-from .arena import SCOPE, name_of, setting_of
+from . import arena
 from .lines import Line, read
 from .markdown import markdown_table
 from .tuned import KEY
@@ -109,12 +108,9 @@ def _protocol(methods: Mapping[str, Sequence[Line]]) -> str:
 
 def grouped(store: Path) -> dict[str, dict[str, list[Line]]]:
     """Return the finished runs that count, by setting and method."""
-    every: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for line in read(store, SCOPE).values():
-        if "result" in line:
-            every[setting_of(line)][name_of(line)].append(line)
+    every = arena.grouped(line for line in read(store, arena.SCOPE).values() if "result" in line)
     serious = {key: methods for key, methods in every.items() if not key.startswith(TOY)} or every
-    return {key: _tuned(methods) for key, methods in sorted(serious.items())}
+    return {key: _tuned(methods) for key, methods in serious.items()}
 
 
 def _tuned(methods: Mapping[str, list[Line]]) -> dict[str, list[Line]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,13 +81,11 @@ def run_missing(
         if key not in RUNTIME:
             raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
-    missing = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note).missing
-    runs = {one.id: one for one in missing}
-    ends: dict[str, list[tuple[Run, str]]] = {
-        end: [] for end in ("done", "failed", "refused", "elsewhere", "stored", "left")
-    }
+    plan = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note)
+    runs = {one.id: one for one in plan.missing}
+    ends: dict[str, list[tuple[Run, str]]] = defaultdict(list)
     for ended in carry_out(
-        {one.id: one.settings for one in missing},
+        {name: one.settings for name, one in runs.items()},
         partial(_carry, runtime),
         store=store_file(store, how.scale),
         scope=how.scale,
