@@ -190,7 +190,7 @@ def _print_left_out(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None
     heads = clients if len(clients) <= later.data_collection.SHOWN else [study.MEAN]
     table = Table("method", *heads, title="accuracy % on the client that was left out", title_justify="left")
     for name, row in rows.items():
-        table.add_row(name, *(study.shown(row[head]) for head in heads))
+        table.add_row(name, *(study.COLUMN.text(row[head]) for head in heads))
     console().print(table)
     click.echo(f"Files: {folder / 'leave_out.md'}, {folder / 'leave_out.json'}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,10 @@ def _pictures(history: Mapping[str, Any], importance: Mapping[str, float]) -> It
 def _history(history: Mapping[str, Any], what: str) -> Any:
     figure, axes = panel("Trials")
     better = max if history["direction"] == "maximize" else min
-    best: list[float] = []
-    numbers: list[int] = []
-    values: list[float] = []
-    for trial in history["trials"]:
-        if trial["value"] is not None:
-            numbers.append(trial["number"])
-            values.append(trial["value"])
-            best.append(better([*best[-1:], trial["value"]]))
+    finished = [trial for trial in history["trials"] if trial["value"] is not None]
+    numbers, values = ([trial[key] for trial in finished] for key in ("number", "value"))
     axes.plot(numbers, values, "o", color=RIGHT, label="trial")
-    axes.step(numbers, best, where="post", color=INK, label="best so far")
+    axes.step(numbers, list(accumulate(values, better)), where="post", color=INK, label="best so far")
     axes.set(xlabel="trial", ylabel=what)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()

@@ -28,17 +28,14 @@ _CIFAR = {"cifar10": 10, "cifar100": 100}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of the missing runs."""
+    """What became of the missing runs, see `many.Ended`; with reasons."""
 
     done: tuple[Run, ...]
     failed: tuple[tuple[Run, str], ...]
-    """They diverged; the store says so, and they are not tried again unless asked for."""
     refused: tuple[tuple[Run, str], ...]
-    """They could not be started, because data is missing, for example; nothing is stored."""
     elsewhere: tuple[Run, ...]
-    """Another process is at them, or finished them meanwhile."""
+    """Those that another process finished meanwhile, too."""
     left: tuple[Run, ...]
-    """There was no time for them."""
 
 
 def run_missing(
@@ -58,24 +55,10 @@ def run_missing(
     progress: Callable[[Run, int, int], None] | None = None,
     **runtime: Any,
 ) -> Outcome:
-    """Run what the tables need and the store lacks, one after the other or several at once.
+    """Run what the tables `names`, or these rows and columns of them, need and the store lacks.
 
-    Args:
-        names: tables, such as ["T8"].
-        store: file of JSON lines, see `plan.store_file`.
-        how: the protocol.
-        rows: only these of each table.
-        columns: only these of each table.
-        work: folder in which a run can be interrupted and continued, see `many.carry_out`.
-        keep: leave the folders of finished runs, with their clients' lines and checkpoints, in `work`.
-        retry: also run again what failed.
-        jobs: runs at once, each in a process of its own; 0: what suits the device.
-        share: the part of what is missing that is run here; None: all.
-        until: when all must be over, see `many.carry_out`.
-        listener: is told of every run's rounds, and of what goes wrong; of several at once only of the latter.
-        progress: is told of each run before it starts (of several at once: when it ends), its number and how many
-            there are.
-        runtime: `RUNTIME` settings, device="cuda" for example.
+    `how` is the protocol, `runtime` are settings of `RUNTIME`, device="cuda" for example; for the others see
+    `many.carry_out`. The listener is told what goes wrong, of several runs at once too.
     """
     for key in runtime:
         if key not in RUNTIME:
