@@ -65,10 +65,9 @@ def run_missing(
             raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
     plan = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note)
-    runs = {one.id: one for one in plan.missing}
     ends: dict[str, list[tuple[Run, str]]] = defaultdict(list)
     for ended in carry_out(
-        {name: one.settings for name, one in runs.items()},
+        {one: one.settings for one in plan.missing},
         partial(_carry, runtime),
         store=store_file(store, how.scale),
         scope=how.scale,
@@ -80,12 +79,12 @@ def run_missing(
         until=until,
         device=str(runtime.get("device", "auto")),
         listener=listener,
-        progress=None if progress is None else lambda key, number, total: progress(runs[key], number, total),
+        progress=progress,
     ):
-        ends[ended.end].append((runs[ended.key], str(ended.error or "")))
+        ends[ended.end].append((ended.key, str(ended.error or "")))
         if ended.error is not None:
             said = "failed" if ended.end == "failed" else "cannot be run"
-            listener.note(f"{runs[ended.key].cells[0]} {said}: {ended.error}")
+            listener.note(f"{ended.key.cells[0]} {said}: {ended.error}")
     return Outcome(
         tuple(one for one, _ in ends["done"]),
         tuple(ends["failed"]),
