@@ -8,13 +8,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 from ..container import write_atomic
-from ..version import VERSION
-from .page import POLICY, figure_folder, templates, text_of
-from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, publish, short
+from .page import POLICY, figure_folder, published, rendered
+from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, short
 from .read import ReportError
 
 TRIALS, IMPORTANCE = "trials.json", "importance.json"
@@ -40,13 +38,8 @@ def write_study(folder: Path, out: Path, *, figures: Path | None = None, command
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ReportError(f"{folder / TRIALS} is damaged ({type(error).__name__}: {error})") from None
         place = figure_folder(out, figures)
-        drawn = [Markup(publish(picture, place)) for picture in pictures]
-    pages = templates()
-    page = pages.get_template("study.html").render(
-        style=text_of(pages, "report.css"), policy=POLICY, kind="study", drawn=drawn, command=command,
-        version=VERSION, **about,
-    )  # fmt: skip
-    write_atomic(out, page.encode())
+        drawn = published(pictures, place)
+    write_atomic(out, rendered("study.html", policy=POLICY, kind="study", drawn=drawn, command=command, **about))
     return notes
 
 
