@@ -23,7 +23,6 @@ from metavd.evaluate.intervals import interval
 from metavd.runs.run import run
 from metavd.studies.lines import Line, identity, read
 from metavd.studies.many import Share, carry_out, taken
-from metavd.studies.markdown import markdown_table
 
 SCOPE = "end"
 """Of the stores: a result is what a run ends with."""
@@ -71,7 +70,8 @@ def stored(tasks: Tasks, lines: Mapping[str, Line], scope: str) -> dict[Any, Lin
 
 def markdown(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table with a caption before it; the columns after the first are numbers."""
-    return "\n".join([*textwrap.wrap(caption, 120), "", *markdown_table(heads, rows), ""])
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join([*textwrap.wrap(caption, 120), "", *("| " + " | ".join(cells) + " |" for cells in lines), ""])
 
 
 def into(page: Path, word: str, text: str) -> None:

@@ -60,7 +60,7 @@ def samples_told(setup: Setup) -> list[str]:
     return said
 
 
-def evaluate(setup: Setup, state: ServerState, *, count: int = 0) -> Evaluation:
+def evaluate(setup: Setup, state: ServerState, split: str = "test", *, count: int = 0) -> Evaluation:
     """Personalise and test clients at a state of the server: all, or a sample of `count` of each group."""
     federation = setup.pool.federation
     groups = whom(setup, count)
@@ -68,7 +68,7 @@ def evaluate(setup: Setup, state: ServerState, *, count: int = 0) -> Evaluation:
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     results, sparsities = [], []
     for clients in (known, unseen):
-        for result, masks in _answered(setup, state, clients, "test"):
+        for result, masks in _answered(setup, state, clients, split):
             results.append(result)
             if clients is known:
                 sparsities.append(wire.sparsity(shared | masks))
@@ -84,7 +84,7 @@ def evaluate(setup: Setup, state: ServerState, *, count: int = 0) -> Evaluation:
         "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
         "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
     }
-    if setup.experiment.valid:
+    if setup.experiment.valid and split == "test":
         held = _held(setup, state, known)
         summary["valid"] = summarize(held, released=released)
         summary["tempered"] = summarize(tempered(parts[0], held), released=released)
