@@ -93,28 +93,12 @@ def screenshot(runs: Path) -> bool:
         return False
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        report = [
-            sys.executable,
-            "-m",
-            "metavd",
-            "report",
-            *(str(runs / method) for method in SHOWN),
-            "--out",
-            str(page),
-        ]
-        subprocess.run(report, check=True, capture_output=True, env=_here())
-        flags = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}/profile",
-        ]
-        size = f"--window-size={SCREEN[0]},{SCREEN[1]}"
+        report = ["-m", "metavd", "report", *(str(runs / method) for method in SHOWN), "--out", str(page)]
+        subprocess.run([sys.executable, *report], check=True, capture_output=True, env=_here())
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        flags += [f"--user-data-dir={folder}/profile", f"--window-size={SCREEN[0]},{SCREEN[1]}"]
         picture = Path(folder) / "report.png"
-        subprocess.run(
-            [browser, *flags, size, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True
-        )
+        subprocess.run([browser, *flags, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True)
         Image.open(picture).convert("RGB").quantize(64).save(ROOT / "docs" / "report.png", optimize=True)
     return True
 
@@ -131,13 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     start = changed(read(START), r"```text\n(digits, .*?)\n```", first_run())
     (ROOT / START).write_text(start, encoding="utf-8")
-    picture = [
-        sys.executable,
-        str(ROOT / "scripts" / "picture.py"),
-        str(given.runs),
-        str(ROOT / "docs" / "picture.png"),
-    ]
-    subprocess.run(picture, check=True, env=_here())
+    picture = [ROOT / "scripts" / "picture.py", given.runs, ROOT / "docs" / "picture.png"]
+    subprocess.run([sys.executable, *picture], check=True, env=_here())
     drawn = screenshot(given.runs)
     print(f"written: the first run in {START}, docs/picture.png" + (", docs/report.png" if drawn else ""))
     if not drawn:

@@ -10,18 +10,17 @@ tune-all`: validation rows of clients that train, and clients that are only ever
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tables import made_on
+from tables import made_on, reading, stored
 
 from metavd.engine.rounds import Listener
 from metavd.runs.settings import Experiment, spec_hash, with_settings
 from metavd.studies.halving import stretch
-from metavd.studies.lines import Line, identity, read
+from metavd.studies.lines import Line, read
 from metavd.studies.many import carry_out
 
 STORE, PAGE, SCOPE = Path("results/mends.jsonl"), Path("docs/mends.md"), "validation"
@@ -62,6 +61,7 @@ CASES = tuple(
     }.items()
     for change in changes
 )  # fmt: skip
+TASKS = {number: case.settings for number, case in enumerate(CASES)}
 
 
 def validated(
@@ -77,7 +77,7 @@ def validated(
 
 def main() -> None:
     """Read the command line, run what is missing, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reading(__doc__)
     parser.add_argument("--root", help="folder with CIFAR-100's files; without it nothing is run")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: what suits the device")
     parser.add_argument("--device", default="auto")
@@ -85,9 +85,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, nargs="?", const=PAGE, help=f"document to write; {PAGE}")
     given = parser.parse_args()
     if given.root:
-        tasks = {number: case.settings for number, case in enumerate(CASES)}
         work = partial(validated, where={"root": given.root, "device": given.device})
-        for ended in carry_out(tasks, work, store=given.store, scope=SCOPE, work=Path("runs/mends"), jobs=given.jobs,
+        for ended in carry_out(TASKS, work, store=given.store, scope=SCOPE, work=Path("runs/mends"), jobs=given.jobs,
                                device=given.device):  # fmt: skip
             print(ended.end, CASES[ended.key].method, CASES[ended.key].change, flush=True)
     if given.page is not None:
@@ -96,11 +95,7 @@ def main() -> None:
 
 def page(lines: Mapping[str, Line]) -> str:
     """Write the table of what the store holds."""
-    rows = []
-    for case in CASES:
-        line = lines.get(identity(case.settings, SCOPE))
-        if line is not None:
-            rows.append(_row(case, line))
+    rows = [_row(CASES[number], line) for number, line in stored(TASKS, lines, SCOPE).items()]
     made = [line for line in lines.values() if "result" in line]
     return "\n".join([
         "# The mends of MetaVD, judged on validation", "",

@@ -8,12 +8,12 @@ without --file the page is written from it.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tables import reading
 
 from metavd import run
 from metavd.cli.terminal import Reporter
@@ -23,19 +23,18 @@ from metavd.evaluate.intervals import interval
 from metavd.evaluate.uncertainty import auroc
 from metavd.serve.model import Personal
 from metavd.serve.personal import open_run, personalize
+from metavd.studies.markdown import markdown_table
 
 STORE = Path("results/newcomers.json")
 SETTINGS = {
-    "method": "reptile+metavd",
-    "variant": "paper",
-    "rounds": 15,
-    "model": "small-cnn",
-    "width": 16,
-    "predict": "draws",
-    "unseen": 0,
-}
+    "method": "reptile+metavd", "variant": "paper", "rounds": 15, "model": "small-cnn", "width": 16,
+    "predict": "draws", "unseen": 0,
+}  # fmt: skip
 TRAINED, ASKED, LEAST = 60, 200, 40
 """Writers in the run, writers who come later, and rows that each of them has at least."""
+
+_SHOWN = ("accuracy", "nll", "entropy", "information")
+_HEADS = ("", "accuracy %, mean over writers", "NLL", "AUROC of entropy", "AUROC of mutual information")
 
 
 def answers(own: Personal, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
@@ -91,6 +90,10 @@ def measured(file: Path, folder: Path) -> dict[str, Any]:
 def page(found: dict[str, Any]) -> str:
     """Return the document."""
     middle, half_width = found["gain"]
+    rows = [
+        [name, *(f"{100 * row[key]:.1f}" if key == "accuracy" else f"{row[key]:.2f}" for key in _SHOWN)]
+        for name, row in found["rows"].items()
+    ]
     settings = " ".join(f"{key}={value}" for key, value in SETTINGS.items() if key not in ("method", "rounds"))
     text = [
         "# What newcomers gain",
@@ -99,14 +102,7 @@ def page(found: dict[str, Any]) -> str:
         f"(`{settings}`), then {ASKED} writers who were not in the run.",
         f"Each has half of its rows ({found['half']:.0f} on average) to adapt to, and half to answer.",
         "",
-        "| | accuracy %, mean over writers | NLL | AUROC of entropy | AUROC of mutual information |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {name} | {100 * row['accuracy']:.1f} | "
-            + " | ".join(f"{row[key]:.2f}" for key in ("nll", "entropy", "information"))
-            + " |"
-            for name, row in found["rows"].items()
-        ),
+        *markdown_table(_HEADS, rows),
         "",
         f"A writer's accuracy changes by {100 * middle:.1f} points on average (95 % interval over writers "
         f"{100 * (middle - half_width):.1f} to {100 * (middle + half_width):.1f}).",
@@ -120,7 +116,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run if asked to, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reading(__doc__)
     parser.add_argument("--file", type=Path, help="the pictures; without it nothing is run")
     parser.add_argument("--out", type=Path, default=Path("runs/newcomers"), help="the run's folder")
     parser.add_argument("--page", type=Path, help="document to write")

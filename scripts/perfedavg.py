@@ -13,6 +13,7 @@ from statistics import mean, median, stdev
 
 from study import SETTING, Case, Changes, made_on, main
 
+from metavd.studies.markdown import markdown_table
 from metavd.studies.paper.tables import cells
 
 PAPER = {f.name.partition(".")[0]: f.value for f in cells("T8", ["PerFedAvg"], ["0.5"])[0].figures if f.name != "gap"}
@@ -28,6 +29,9 @@ CHANGES: tuple[Changes, ...] = (
 """What differs from the defaults and seed 777."""
 _LAST = 5
 """Evaluations, 100 rounds apart, whose scatter is that of the last one."""
+
+
+_HEADS = ("options", "seed", "held out", "test: last", "mean ± sd", "unseen: last", "mean ± sd", "validation: last")
 
 
 def _last(case: Case, what: str) -> list[float]:
@@ -64,9 +68,7 @@ def page(_: Namespace, cases: list[Case]) -> str:
         f"deviation are of the last {_LAST} evaluations, 100 rounds apart. *Held out* is the share of a client's",
         "training rows that validation takes.",
         "",
-        "| options | seed | held out | test: last | mean ± sd | unseen: last | mean ± sd | validation: last |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        *(f"| {' | '.join(_cells(case))} |" for case in cases),
+        *markdown_table(_HEADS, [_cells(case) for case in cases]),
         "",
         "- One run's last round is a draw: evaluations 100 rounds apart have a standard deviation of "
         f"{scatter['test']:.1f} points for",

@@ -9,7 +9,6 @@ Left: accuracy over rounds. Middle: every client's accuracy at the end. Right: t
 from __future__ import annotations
 
 import argparse
-import csv
 import io
 import tomllib
 from collections.abc import Sequence
@@ -49,18 +48,16 @@ def runs_of(folder: Path, method: str) -> list[Store]:
 
 def curve(stores: Sequence[Store], group: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the evaluated rounds and the accuracies (seeds, rounds) in percent."""
-    lines = []
-    for store in stores:
-        points = {record["round"]: record[group]["accuracy"] for record in store.read_rounds() if group in record}
-        result = store.read_result()
-        lines.append(points | {result["rounds"]: result[group]["accuracy"]})
+    lines = [
+        {each["round"]: each[group]["accuracy"] for each in store.evaluations(store.read_result())} for store in stores
+    ]
     rounds = sorted(lines[0])
     return np.array(rounds), 100 * np.array([[line[r] for r in rounds] for line in lines])
 
 
 def clients(stores: Sequence[Store], group: str) -> np.ndarray:
     """Return (accuracy in percent, training rows) of every client with test rows, of all seeds."""
-    rows = [row for store in stores for row in csv.DictReader(store.clients.open()) if row["accuracy"]]
+    rows = [row for store in stores for row in store.read_clients() if row["accuracy"]]
     wanted = [row for row in rows if (row["unseen"] == "1") == (group == "unseen")]
     return np.array([(100 * float(row["accuracy"]), float(row["train_size"])) for row in wanted])
 

@@ -15,6 +15,7 @@ from statistics import mean, stdev
 from study import SETTING, Case, Changes, made_on, main
 
 from metavd.ops.precision import EXACT, PRECISIONS
+from metavd.studies.markdown import markdown_table
 
 METHODS: dict[str, Changes] = {"fedavg": {}, "reptile+metavd": {"beta": 10.0}}
 """And the options that they were run with; beta is the paper's."""
@@ -49,18 +50,17 @@ def page(given: Namespace, cases: list[Case]) -> str:
         "the mean over seeds of a run's difference from the exact one, with the standard error of that mean; *noise*",
         "is the standard deviation of the exact runs over seeds.",
         "",
-        "| method | precision | accuracy | gap | noise | unseen clients | gap | noise | NLL |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    rows = []
     for (method, precision), runs in ends.items():
         exact, cells = ends[method, EXACT], [method, precision]
         for what in ("test", "unseen"):
             gaps = [one[what] - other[what] for one, other in zip(runs, exact, strict=True)]
             gap = f"{mean(gaps):+.2f} ± {stdev(gaps) / len(gaps) ** 0.5:.2f}" if precision != EXACT else ""
             cells += [f"{mean(one[what] for one in runs):.2f}", gap, f"{stdev(one[what] for one in exact):.2f}"]
-        cells.append(f"{mean(one['nll'] for one in runs):.4f}")
-        text.append(f"| {' | '.join(cells)} |")
-    return "\n".join(text) + "\n"
+        rows.append([*cells, f"{mean(one['nll'] for one in runs):.4f}"])
+    heads = ["method", "precision", "accuracy", "gap", "noise", "unseen clients", "gap", "noise", "NLL"]
+    return "\n".join(text + markdown_table(heads, rows, text=(0, 1))) + "\n"
 
 
 if __name__ == "__main__":

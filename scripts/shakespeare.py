@@ -8,7 +8,6 @@ not run again; without --file the page is written from them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tables import reading
 
 from metavd import run
 from metavd.cli.terminal import Reporter
@@ -24,6 +24,7 @@ from metavd.data.partition import Federation
 from metavd.evaluate.metrics import ClientResult, summarize
 from metavd.runs.settings import Experiment, with_settings
 from metavd.runs.setup import data_of, prepare
+from metavd.studies.markdown import markdown_table
 
 STORE = Path("results/shakespeare.json")
 RUNS: dict[str, dict[str, Any]] = {
@@ -37,6 +38,8 @@ DATA = {"task": "next-character", "length": 20, "stride": 8, "least": 250}
 SETTINGS = {"rounds": 30, "lr": 0.8, "batch": 16, "local_epochs": 1, "width": 48, "eval_every": 15}
 """The rate is LEAF's for this task; nothing was searched."""
 PARTS = ("test", "unseen")
+_HEADS = ("", "accuracy %, participating", "unseen", "NLL, participating", "unseen", "worst role %, participating",
+          "unseen", "CPU s")  # fmt: skip
 
 
 def counted(federation: Federation, *, last: bool) -> dict[str, Any]:
@@ -98,12 +101,12 @@ def page(found: dict[str, Any]) -> str:
     spent = sum(row["cpu_seconds"] or 0 for row in rows.values())
     settings = " ".join(f"{key}={value}" for key, value in SETTINGS.items() if key != "rounds")
 
-    def line(name: str) -> str:
+    def line(name: str) -> list[str]:
         row = rows[name]
         cells = [f"{100 * row[part]['accuracy']:.1f}" for part in PARTS] + [f"{row[part]['nll']:.2f}" for part in PARTS]
         cells += [f"{100 * row[part]['worst_client']:.1f}" for part in PARTS]
         cells.append("" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.0f}")
-        return f"| {f'`{name}`' if name in RUNS else name} | {' | '.join(cells)} |"
+        return [f"`{name}`" if name in RUNS else name, *cells]
 
     text = [
         "# Shakespeare by role",
@@ -113,10 +116,7 @@ def page(found: dict[str, Any]) -> str:
         f"its speeches, the last fifth of them for testing. {known} roles take part, ten in a round; {unseen} never",
         "do. The network is `lstm`.",
         "",
-        "| | accuracy %, participating | unseen | NLL, participating | unseen | worst role %, participating | unseen "
-        "| CPU s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        *map(line, rows),
+        *markdown_table(_HEADS, [line(name) for name in rows]),
         "",
         "*Most frequent character* and *table of pairs* (how often a character follows another) are counted on the",
         "training rows of all participating roles together: what a model must beat. One seed. The rate is LEAF's for",
@@ -140,7 +140,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run what is asked for, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reading(__doc__)
     parser.add_argument("--file", type=Path, help="the speeches; without it nothing is run")
     parser.add_argument("--page", type=Path, help="document to write")
     given = parser.parse_args()

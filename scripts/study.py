@@ -14,7 +14,7 @@ from metavd.bench.whole import SETTING
 from metavd.engine.rounds import Listener
 from metavd.runs.run import run
 from metavd.runs.store import Store
-from metavd.studies.lines import Line, identity, read
+from metavd.studies.lines import Line, read
 from metavd.studies.many import carry_out, taken
 
 Changes = dict[str, Any]
@@ -43,25 +43,21 @@ def _point(round: int, summary: Mapping[str, Any]) -> dict[str, float]:
 def curve(root: str, settings: dict[str, Any], folder: Path, listener: Listener) -> dict[str, Any]:
     """Carry out one run on a GPU, and keep its evaluations; see `metavd.studies.many.Work`."""
     result = run(**settings, root=root, device="cuda", out=folder, resume=True, listener=listener)
-    before = [line for line in Store(folder).read_rounds() if "test" in line and line["round"] < result["rounds"]]
-    points = [_point(line["round"], line) for line in before] + [_point(result["rounds"], result)]
-    return taken(result, {"curve": points})
+    return taken(result, {"curve": [_point(line["round"], line) for line in Store(folder).evaluations(result)]})
 
 
 def carried_out(changes: Sequence[Changes], store: Path, root: str | None) -> list[Case]:
     """Return all cases that are in the store, in their order; with a root, run those that are missing."""
-    settings = [SETTING | each for each in changes]
+    tasks = {number: SETTING | each for number, each in enumerate(changes)}
     if root is not None:
         work = Path("runs") / store.stem
-        tasks = dict(enumerate(settings))
         for ended in carry_out(
-            tasks, partial(curve, root), store=store, scope=SCOPE, work=work, fails=(), refuses=(), jobs=0,
+            tasks, partial(curve, root), store=store, scope=SCOPE, work=work, strict=True, jobs=0,
             device="cuda",
         ):  # fmt: skip
             print(f"{ended.end}: {changes[ended.key]}")
-    lines = read(store, SCOPE, print)
-    names = [identity(each, SCOPE) for each in settings]
-    return [Case(each, lines[name]) for each, name in zip(changes, names, strict=True) if name in lines]
+    found = tables.stored(tasks, read(store, SCOPE, print), SCOPE)
+    return [Case(changes[number], line) for number, line in found.items()]
 
 
 def made_on(cases: Sequence[Case]) -> str:
@@ -74,7 +70,7 @@ def main(
     **counts: int,
 ) -> None:  # fmt: skip
     """Read the command line, run what is missing, write the page; `counts` are options with their defaults."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.reading(doc)
     parser.add_argument("--root", help="folder with CIFAR-10's files")
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)

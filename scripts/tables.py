@@ -62,6 +62,12 @@ def made_on(lines: Collection[Line]) -> str:
     return f"{parts['machine']}, torch {torch}, commit {parts['commit']}, {parts['date']}"
 
 
+def stored(tasks: Tasks, lines: Mapping[str, Line], scope: str) -> dict[Any, Line]:
+    """Return the lines of those tasks that a store has, by the tasks' names."""
+    names = {key: identity(settings, scope) for key, settings in tasks.items()}
+    return {key: lines[name] for key, name in names.items() if name in lines}
+
+
 def markdown(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table with a caption before it; the columns after the first are numbers."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
@@ -95,18 +101,22 @@ def _carried_out(name: str, table: Table, given: argparse.Namespace) -> None:
 def _written(tables: Mapping[str, Table], store: Path) -> str:
     lines, parts = read(store, SCOPE, print), []
     for name, table in tables.items():
-        names = {key: identity(settings, SCOPE) for key, settings in table.tasks.items()}
-        found = {key: lines[each] for key, each in names.items() if each in lines}
-        if len(found) == len(names):
+        found = stored(table.tasks, lines, SCOPE)
+        if len(found) == len(table.tasks):
             parts.append(table.write(found))
         else:
-            print(f"{name}: {store} holds {len(found)} of {len(names)} runs; the table is left out")
+            print(f"{name}: {store} holds {len(found)} of {len(table.tasks)} runs; the table is left out")
     return "\n".join(parts)
+
+
+def reading(doc: str | None) -> argparse.ArgumentParser:
+    """Return a command line that shows a script's docstring as it stands."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def main(doc: str, tables: Mapping[str, Table], *, store: Path, page: Path, word: str) -> None:
     """Read the command line, run what is missing, write the page between the marks that hold the word."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reading(doc)
     parser.add_argument("tables", nargs="*", metavar="NAME", help=f"what to run: {', '.join(tables)}")
     parser.add_argument("--root", help="folder with the files of datasets")
     parser.add_argument("--device", default="auto")

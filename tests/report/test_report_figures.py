@@ -9,13 +9,13 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from metavd.evaluate.calibration import expected_error, plain, top1
+from metavd.evaluate.calibration import Reliability, expected_error, plain, top1
 from metavd.report import curves, gains, intervals, personal
 from metavd.report.gains import table
 from metavd.report.groups import gains as gains_over
 from metavd.report.groups import group
 from metavd.report.pictures import INK, Picture, inline, looking_alike, publish, save
-from metavd.report.read import Bins, read_run, read_runs
+from metavd.report.read import read_run, read_runs
 from metavd.report.reliability import pooled_bins
 
 
@@ -23,7 +23,7 @@ def test_pooled_bins_are_the_bins_of_pooled_answers():
     """Two seeds' diagrams, put together, are the diagram of both seeds' rows, empty bins included."""
     source = np.random.default_rng(0)
     rows = [(source.dirichlet(np.full(4, 0.5), count), source.integers(0, 4, count)) for count in (7, 30)]
-    each = [Bins(**{name: np.array(value) for name, value in plain(top1(*part)).items()}) for part in rows]
+    each = [Reliability(**{name: np.array(value) for name, value in plain(top1(*part)).items()}) for part in rows]
     both = pooled_bins(each)
     assert both is not None
     expected = top1(np.concatenate([probs for probs, _ in rows]), np.concatenate([y for _, y in rows]))

@@ -14,7 +14,7 @@ from metavd.engine.rounds import Silent
 from metavd.errors import SpecError
 from metavd.runs.settings import Experiment
 from metavd.runs.store import StoreError
-from metavd.studies.compare import cell, columns, compare, markdown, summarize_runs
+from metavd.studies.compare import columns, compare, markdown, summarize_runs
 
 TINY = {"clients": 4, "unseen": 2, "cohort": 2, "rounds": 1, "width": 8, "test_share": 0.9}
 
@@ -47,16 +47,16 @@ def test_mean_and_interval_over_seeds() -> None:
     assert value is not None
     assert value[0] == pytest.approx(60.0)
     assert value[1] == pytest.approx(4.302653 * 10 / math.sqrt(3), rel=1e-5)
-    assert cell(TEST, value) == "60.0 ± 24.8"
+    assert TEST.text(value) == "60.0 ± 24.8"
     sent = table["MB sent"]
     assert sent is not None
     assert sent[0] == pytest.approx(1.5)
 
 
 def test_one_seed_has_no_interval_and_nothing_is_a_dash() -> None:
-    assert cell(TEST, summarize_runs([fake(0.5)])["test accuracy %"]) == "50.0"
+    assert TEST.text(summarize_runs([fake(0.5)])["test accuracy %"]) == "50.0"
     assert summarize_runs([fake(None)])["test accuracy %"] is None
-    assert cell(TEST, None) == "-"
+    assert TEST.text(None) == "-"
 
 
 def test_markdown_is_a_table() -> None:

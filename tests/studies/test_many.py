@@ -118,13 +118,14 @@ def test_a_failure_is_a_result(tmp_path: Path) -> None:
     assert read(store)[identity(TASKS[2])]["result"] == {"twice": 4}
 
 
-def test_what_counts_as_failure_may_be_said(tmp_path: Path) -> None:
-    """Law: an error is a result of one run only where the caller says so; any other ends the whole."""
-    tasks, broken = dict(TASKS), Counting({2: ZeroDivisionError("no")})
-    with pytest.raises(ZeroDivisionError):
-        list(carry_out(tasks, broken, store=tmp_path / "a.jsonl"))
-    ends = list(carry_out(tasks, broken, store=tmp_path / "b.jsonl", fails=(ZeroDivisionError,)))
-    assert [each.end for each in ends] == ["done", "failed", "done"]
+@pytest.mark.parametrize(
+    ("error", "strict"),
+    [(ZeroDivisionError("no"), False), (NonFiniteError("no"), True), (SourceError("no"), True)],
+)
+def test_what_ends_the_whole(tmp_path: Path, error: Exception, *, strict: bool) -> None:
+    """Law: an error that is no result of its run, or is to be none, comes out."""
+    with pytest.raises(type(error)):
+        list(carry_out(TASKS, Counting({2: error}), store=tmp_path / "a.jsonl", strict=strict))
 
 
 def test_a_run_without_data_stops_no_other(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.errors import SpecError
 from metavd.runs.store import Store
 from metavd.studies.lines import append, identity, read
-from metavd.studies.paper import carry
+from metavd.studies.paper import digest
 from metavd.studies.paper.carry import run_missing
 from metavd.studies.paper.page import report
 from metavd.studies.paper.plan import needed, store_file
@@ -64,7 +64,7 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr(carry, "run", made)
+    monkeypatch.setattr(digest, "run", made)
     return made
 
 

@@ -163,7 +163,7 @@ def _print_compared(rows: Mapping[str, Mapping[str, Any]], seeds: int) -> None:
         for column in shown:
             made.add_column(column.title.replace(" ", "\n", 9 if narrow else 1), justify="right", no_wrap=True)
         for name, row in rows.items():
-            cells = (study.cell(column, row[column.title]) for column in shown)
+            cells = (column.text(row[column.title]) for column in shown)
             made.add_row(name, *(each.replace(" ±", "\n±") if narrow else each for each in cells))
         return made
 
@@ -179,7 +179,7 @@ def _print_left_out(rows: Mapping[str, Mapping[str, Any]], folder: Path) -> None
     study = later.studies_leave_out
     clients = list(next(iter(rows.values())))
     heads = clients if len(clients) <= later.data_collection.SHOWN else [study.MEAN]
-    lines = ([name, *(study.shown(row[head]) for head in heads)] for name, row in rows.items())
+    lines = ([name, *(study.COLUMN.text(row[head]) for head in heads)] for name, row in rows.items())
     print_table(["method", *heads], lines, title="accuracy % on the client that was left out")
     click.echo(f"Files: {folder / 'leave_out.md'}, {folder / 'leave_out.json'}")
 

@@ -31,6 +31,7 @@ from ..errors import UserError
 from ..registry import Registry
 from .answers import Answers
 from .calibration import Reliability, expected_error, maximum_error
+from .intervals import interval
 from .scores import batch_mean
 from .uncertainty import auroc, fpr95
 
@@ -255,6 +256,10 @@ def headline(*, wide: bool = False) -> list[Figure]:
 # --- how a number of a result is shown -------------------------------------------------------------------------------
 
 
+Cell = tuple[float, float | None] | None
+"""Mean and half width of the 95 % interval over seeds; None where there is no number."""
+
+
 class Column(NamedTuple):
     """A figure of a table."""
 
@@ -274,6 +279,18 @@ class Column(NamedTuple):
         """
         found = (number(result, *self.path) for result in results)
         return [value * self.factor for value in found if value is not None]
+
+    def cell(self, results: Iterable[Mapping[str, Any]]) -> Cell:
+        """Return mean and half width of the 95 % interval over the results that have the figure."""
+        known = self.values(results)
+        return interval(known) if known else None
+
+    def text(self, value: Cell, missing: str = "-") -> str:
+        """Write a cell as "91.2 ± 0.8"."""
+        if value is None:
+            return missing
+        mean, half = value
+        return f"{mean:.{self.digits}f}" + ("" if half is None else f" ± {half:.{self.digits}f}")
 
 
 GAP = Column("gap", ("gap",), 100.0, 2)

@@ -55,7 +55,7 @@ def summarize(results: Sequence[ClientResult], *, released: bool = False) -> dic
     without test rows have no say; where nobody has any, every figure is None and the counts are 0.
     released=True takes a client's accuracy by `batch_accuracy` and leaves p = 1 out of the flat calibration error.
     """
-    tested = [result for result in results if len(result.y)]
+    tested = _tested(results)
     if not tested:
         return nothing()
     answers = Answers(tested, released)
@@ -66,6 +66,11 @@ def summarize(results: Sequence[ClientResult], *, released: bool = False) -> dic
         if figure.interval
     }
     return {**values, "intervals": intervals(means), "clients": len(tested), "samples": len(answers.y)}
+
+
+def _tested(results: Sequence[ClientResult]) -> list[ClientResult]:
+    """Return the clients that have test rows."""
+    return [result for result in results if len(result.y)]
 
 
 def nothing() -> dict[str, Any]:
@@ -86,7 +91,7 @@ def diagrams(results: Sequence[ClientResult], *, released: bool = False) -> dict
 
     The classwise one, K diagrams, is left out. None where nobody has test rows.
     """
-    tested = [result for result in results if len(result.y)]
+    tested = _tested(results)
     if not tested:
         return None
     answers = Answers(tested, released)
@@ -103,7 +108,7 @@ def gap_interval(
     accuracy_of = batch_accuracy if released else accuracy
     replicates = []
     for seed, group in enumerate((known, unseen)):
-        tested = [result for result in group if len(result.y)]
+        tested = _tested(group)
         if len(tested) < 2:
             return None
         each = np.array([[accuracy_of(result.probs, result.y)] for result in tested])

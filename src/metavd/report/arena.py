@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from ..errors import UserError
 from ..evaluate.figures import Column, get
-from ..evaluate.intervals import interval
 from ..studies.lines import Line
 from ..studies.which import grouped
 from .pictures import save
@@ -58,19 +57,19 @@ def _figure(groups: Mapping[str, Mapping[str, Sequence[Line]]]) -> Figure:
 
 def _best(methods: Mapping[str, Sequence[Line]]) -> list[str]:
     column = get("accuracy").column("test")
-    means = {name: np.mean(_values(lines, column) or [-1.0]) for name, lines in methods.items()}
+    means = {name: np.mean(column.values(_results(lines)) or [-1.0]) for name, lines in methods.items()}
     return sorted(means, key=lambda name: -means[name])[:_MOST]
 
 
-def _values(lines: Sequence[Line], column: Column) -> list[float]:
-    return column.values(line["result"] for line in lines)
+def _results(lines: Sequence[Line]) -> list[Mapping[str, Any]]:
+    return [line["result"] for line in lines]
 
 
 def _dots(axes: Any, runs: Sequence[Sequence[Line]], column: Column, label: str, color: str, *, offset: float) -> None:
     """Draw a dot for each method, and a line as long as its 95 % interval over seeds where there are several."""
     for place, lines in enumerate(runs):
-        values = _values(lines, column)
-        if values:
-            mean, half = interval(values)
+        found = column.cell(_results(lines))
+        if found is not None:
+            mean, half = found
             axes.errorbar(mean, place + offset, xerr=half, fmt="o", color=color, markersize=4, linewidth=1,
                           label=label if place == 0 else None)  # fmt: skip

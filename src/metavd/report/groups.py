@@ -104,11 +104,11 @@ def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group]
 
 def parts(groups: Sequence[Group]) -> dict[str, str]:
     """Return the groups of clients that some run has, unseen ones only where there are any, with their names."""
-    return {part: name for part, name in PARTS.items() if part == "test" or any(_has(g, part) for g in groups)}
-
-
-def _has(group: Group, part: str) -> bool:
-    return any(group.numbers(part, "clients"))
+    return {
+        part: name
+        for part, name in PARTS.items()
+        if part == "test" or any(any(g.numbers(part, "clients")) for g in groups)
+    }
 
 
 def _look(place: int) -> Look:

@@ -34,7 +34,7 @@ def _picture(name: str, title: str, both: dict[str, Column], groups: Sequence[Gr
             found = estimate(group, column)
             if found is None:
                 continue
-            values = [value * column.factor for value in group.numbers(*column.path)]
+            values = column.values(run.result for run in group.runs)
             seen += values
             y = -line + _SHIFT[part] * (len(both) - 1)
             colour = group.look.colour

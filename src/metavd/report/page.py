@@ -6,6 +6,8 @@ import base64
 import hashlib
 import shlex
 from collections.abc import Iterable, Sequence
+from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +46,12 @@ def write_report(
     place = figure_folder(out, figures)
     with looking_alike():
         drawn = _figures(groups, baseline, place)
-    page = _page(groups, drawn, notes=notes, baseline=baseline, place=place.name, command=command)
-    write_atomic(out, page.encode())
+    write_atomic(out, _page(groups, drawn, notes=notes, baseline=baseline, place=place.name, command=command))
     return notes
 
 
 def _figures(groups: Sequence[Group], baseline: str | None, place: Path) -> dict[str, Any]:
-    def drawn(pictures: Iterable[Picture]) -> list[Markup]:
-        # One at a time: a hundred open figures would take a gigabyte. Markup: `inline` has escaped what is foreign.
-        return [Markup(publish(picture, place)) for picture in pictures]
-
+    drawn = partial(published, place=place)
     against = baseline_of(groups, baseline)
     over, without = gains_over(groups, against) if against else ([], [])
     return {
@@ -77,31 +75,36 @@ def figure_folder(out: Path, figures: Path | None) -> Path:
     return place
 
 
-def templates() -> Environment:
-    """Return the templates; whatever is put into one is escaped, and what is missing is an error."""
-    return Environment(
+def _text_of(name: str) -> Markup:
+    """Return a template as it stands."""
+    return Markup((resources.files(__package__) / "templates" / name).read_text(encoding="utf-8"))
+
+
+def rendered(name: str, **values: Any) -> bytes:
+    """Return a template's page; whatever is put into it is escaped, and what is missing is an error."""
+    pages = Environment(
         loader=PackageLoader("metavd.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    return pages.get_template(name).render(style=_text_of("report.css"), version=VERSION, **values).encode()
 
 
-def text_of(pages: Environment, name: str) -> Markup:
-    """Return a template as it stands."""
-    assert pages.loader is not None
-    return Markup(pages.loader.get_source(pages, name)[0])
+def published(pictures: Iterable[Picture], place: Path) -> list[Markup]:
+    """Write figures to a folder, and return them for a page."""
+    # One at a time: a hundred open figures would take a gigabyte. Markup: `inline` has escaped what is foreign.
+    return [Markup(publish(picture, place)) for picture in pictures]
 
 
 def _page(
     groups: Sequence[Group], drawn: dict[str, Any], *, notes: Sequence[str], baseline: str | None, **more: str
-) -> str:
-    pages = templates()
-    script = text_of(pages, "report.js")
+) -> bytes:
+    script = _text_of("report.js")
     policy = f"{POLICY}; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
     runs = [run for each in groups for run in each.runs]
     domains = summary.domain_columns(groups)
-    return pages.get_template("report.html").render(
+    return rendered(
+        "report.html",
         policy=policy,
-        style=text_of(pages, "report.css"),
         script=script,
         title=", ".join(dict.fromkeys(run.data for run in runs)),
         kind="report",
@@ -127,7 +130,6 @@ def _page(
         settings=_settings(groups),
         made=_made(runs),
         runs=[_about(each, run) for each in groups for run in each.runs],
-        version=VERSION,
         **more,
     )
 

@@ -14,14 +14,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ..data.partition import federate
-from ..studies.lines import identity
+from ..evaluate.calibration import Reliability
 from ..studies.paper.carry import labels
-from ..studies.paper.protocol import SEED, settings_of
+from ..studies.paper.protocol import SEED, runs_of
 from ..studies.paper.statistics import View
 from ..studies.paper.tables import Cell
 from .clients import draw_clients
 from .pictures import save
-from .read import Bins
 from .reliability import bars
 
 CALIBRATION = ("T11", "T12")
@@ -59,11 +58,8 @@ def draw_paper(views: Sequence[View], folder: Path) -> list[tuple[str, Path]]:
 
 def _bins(view: View, cell: Cell) -> dict[str, Any] | None:
     """Return the bins of the first of a cell's seeds that has some."""
-    for seed in view.how.seeds:
-        line = view.lines.get(identity(settings_of(cell, seed, view.how), view.how.scale), {})
-        if found := line.get("result", {}).get("bins"):
-            return dict(found)
-    return None
+    runs = runs_of(cell, view.lines, view.how).values()
+    return next((line["result"]["bins"] for line in runs if line["result"].get("bins")), None)
 
 
 def _diagrams(cells: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
@@ -73,7 +69,7 @@ def _diagrams(cells: Sequence[tuple[str, dict[str, Any]]]) -> Figure:
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (row, bins) in zip(panels, cells, strict=False):
         count = np.asarray(bins["count"], float)
-        shown = Bins(
+        shown = Reliability(
             np.linspace(0, 1, len(count) + 1), count, *(np.asarray(bins[n]) for n in ("confidence", "accuracy"))
         )
         bars(axes, shown, _BAR)

@@ -8,11 +8,11 @@ Shape letters: C clients, N participating clients, K classes, M bins.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from ..data.collection import SHOWN
 from ..errors import SpecError, UserError
+from ..evaluate.calibration import Reliability
 from ..evaluate.figures import LARGEST, number, of_clients
 from ..runs.details import LIMIT
 from ..runs.settings import from_toml
@@ -51,16 +52,6 @@ class Client:
 
 
 @dataclass(frozen=True, eq=False)
-class Bins:
-    """A reliability diagram: edges (M + 1,), and (M,) how many, how sure, how often right."""
-
-    edges: np.ndarray
-    count: np.ndarray
-    confidence: np.ndarray
-    accuracy: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
 class Doubt:
     """A histogram of entropies: edges (M + 1,), and how many (M,) right and wrong answers."""
 
@@ -81,7 +72,7 @@ class Rates:
 class Details:
     """details.json; what a method or a folder does not have is empty or None."""
 
-    reliability: Mapping[str, Bins] = field(default_factory=dict)
+    reliability: Mapping[str, Reliability] = field(default_factory=dict)
     entropy: Mapping[str, Doubt] = field(default_factory=dict)
     labels: np.ndarray | None = None
     """(C, K) training rows of each class."""
@@ -209,7 +200,7 @@ def read_run(folder: Path) -> Run:
         config=part(store.config, lambda: printable(from_toml(store.config)), {}),
         config_text=part(store.config, lambda: printable(store.config.read_text()), ""),
         rounds=part(store.rounds, lambda: _rounds(store), []),
-        clients=part(store.clients, lambda: _clients(store.clients), []),
+        clients=part(store.clients, lambda: _clients(store), []),
         details=part(store.details, lambda: _details(json.loads(store.details.read_text())), Details()),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -228,12 +219,10 @@ def _rounds(store: Store) -> list[dict[str, Any]]:
     return records
 
 
-def _clients(path: Path) -> list[Client]:
-    with path.open(newline="") as file:
-        lines = list(csv.DictReader(file))
+def _clients(store: Store) -> list[Client]:
     names = [figure.name for figure in of_clients()]
     clients: list[Client] = []
-    for line in lines:
+    for line in store.read_clients():
         if None in line or None in line.values():
             raise ValueError(f"line {len(clients) + 2} has not as many fields as the first")
         sizes = [int(line[name]) for name in ("client", "unseen", "train_size", "test_size")]
@@ -249,8 +238,8 @@ def _clients(path: Path) -> list[Client]:
 def _details(value: Mapping[str, Any]) -> Details:
     """Check everything that is drawn: kinds, shapes, signs, and edges that ascend."""
     return Details(
-        reliability=_by_part(value["reliability"], lambda part: _bins(part["top1"])),
-        entropy=_by_part(value["entropy"], _doubt),
+        reliability=_by_part(value["reliability"], lambda part: _binned(Reliability, part["top1"])),
+        entropy=_by_part(value["entropy"], partial(_binned, Doubt)),
         labels=None if value["labels"] is None else _counts(value["labels"], 2),
         rates={
             printable(str(layer)): Rates(_edges(each["edges"]), _counts(each["clients"], 2, len(each["edges"]) - 1))
@@ -264,14 +253,11 @@ def _by_part(value: Mapping[str, Any], read: Callable[[Any], _T]) -> dict[str, _
     return {part: read(value[part]) for part in PARTS if value[part] is not None}
 
 
-def _bins(value: Mapping[str, Any]) -> Bins:
-    edges = _edges(value["edges"])
-    return Bins(edges, *(_counts(value[name], 1, len(edges) - 1) for name in ("count", "confidence", "accuracy")))
-
-
-def _doubt(value: Mapping[str, Any]) -> Doubt:
-    edges = _edges(value["edges"])
-    return Doubt(edges, *(_counts(value[name], 1, len(edges) - 1) for name in ("right", "wrong")))
+def _binned(kind: Callable[..., _T], value: Mapping[str, Any]) -> _T:
+    """Check edges, and what lies between them by the names that a kind of histogram has."""
+    edges, *rest = (each.name for each in fields(kind))  # type: ignore[arg-type]
+    checked = _edges(value[edges])
+    return kind(checked, *(_counts(value[name], 1, len(checked) - 1) for name in rest))
 
 
 def _edges(value: Any) -> np.ndarray:

@@ -12,26 +12,32 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..evaluate.calibration import Reliability
 from .groups import Group
 from .pictures import INK, MUTED, RIGHT, TOO_SURE, WRONG, Picture, panel, short, tag
-from .read import PARTS, Bins, Doubt
+from .read import PARTS, Doubt
 
 
-def pooled_bins(diagrams: Sequence[Bins]) -> Bins | None:
+def pooled_bins(diagrams: Sequence[Reliability]) -> Reliability | None:
     """Return one diagram of all samples of several; None where there is none, or their bins differ."""
-    if not diagrams or any(not np.array_equal(each.edges, diagrams[0].edges) for each in diagrams):
+    if not _alike(diagrams):
         return None
     count = np.stack([each.count for each in diagrams])
     total = count.sum(0)
     share = count / np.maximum(total, 1)
     confidence = (share * np.stack([each.confidence for each in diagrams])).sum(0)
     accuracy = (share * np.stack([each.accuracy for each in diagrams])).sum(0)
-    return Bins(diagrams[0].edges, total, confidence, accuracy)
+    return Reliability(diagrams[0].edges, total, confidence, accuracy)
+
+
+def _alike(found: Sequence[Reliability | Doubt]) -> bool:
+    """Whether there are some, and all have the same bins."""
+    return bool(found) and all(np.array_equal(each.edges, found[0].edges) for each in found)
 
 
 def pooled_doubt(histograms: Sequence[Doubt]) -> Doubt | None:
     """Return one histogram of all answers of several; None where there is none, or their bins differ."""
-    if not histograms or any(not np.array_equal(each.edges, histograms[0].edges) for each in histograms):
+    if not _alike(histograms):
         return None
     return Doubt(histograms[0].edges, *(sum(getattr(each, name) for each in histograms) for name in ("right", "wrong")))
 
@@ -50,7 +56,7 @@ def diagrams(groups: Sequence[Group], part: str) -> Iterator[Picture]:
             )
 
 
-def _diagram(group: Group, bins: Bins, said: str) -> Figure:
+def _diagram(group: Group, bins: Reliability, said: str) -> Figure:
     """Draw accuracy, split where confidence ends, or filled up to it; and below how many answers each bin has."""
     figure = Figure(figsize=(2.9, 3.3), layout="constrained")
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
@@ -64,7 +70,7 @@ def _diagram(group: Group, bins: Bins, said: str) -> Figure:
     return figure
 
 
-def bars(axes: Axes, bins: Bins, colour: str) -> tuple[np.ndarray, np.ndarray]:
+def bars(axes: Axes, bins: Reliability, colour: str) -> tuple[np.ndarray, np.ndarray]:
     """Draw a diagram's bars on a square from 0 to 1; return middles and widths of the bins that hold something."""
     full = bins.count > 0
     width = np.diff(bins.edges)[full] * 0.88

@@ -6,12 +6,12 @@ has one, the 95 % bootstrap interval over its clients. The two answer different 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..evaluate.figures import EPSILON, SECONDS, SENT, Column, get, headline, number
-from ..evaluate.intervals import interval
 from .groups import Group, left_out, parts
 
 
@@ -38,10 +38,10 @@ class Estimate(NamedTuple):
 
 def estimate(group: Group, column: Column) -> Estimate | None:
     """Return a group's figure with its interval; None where no run has it."""
-    values = [value * column.factor for value in group.numbers(*column.path)]
-    if not values:
+    found = column.cell(run.result for run in group.runs)
+    if found is None:
         return None
-    mean, half = interval(values)
+    mean, half = found
     if half is not None:
         return Estimate(mean, mean - half, mean + half, "seeds")
     bounds = _bounds(group.runs[0].result, column) if len(group.runs) == 1 else None
@@ -82,18 +82,16 @@ def cell(found: Estimate | None, column: Column, *, best: bool = False) -> Cell:
 
 def rows(groups: Sequence[Group], wanted: Sequence[Column]) -> list[list[Cell]]:
     """Return one row for each group; the best of a column is marked."""
-    table = [[estimate(group, column) for column in wanted] for group in groups]
-    best = []
-    for place, column in enumerate(wanted):
-        # What the table shows decides, so that two figures that look the same are marked alike.
-        shown = [None if row[place] is None else round(row[place].value, column.digits) for row in table]  # type: ignore[union-attr]
-        known = [value for value in shown if value is not None]
-        chosen = (max(known) if column.better > 0 else min(known)) if column.better and len(set(known)) > 1 else None
-        best.append([chosen is not None and value == chosen for value in shown])
-    return [
-        [cell(row[place], column, best=best[place][line]) for place, column in enumerate(wanted)]
-        for line, row in enumerate(table)
-    ]
+    made = [_cells([estimate(group, column) for group in groups], column) for column in wanted]
+    return [[cells[line] for cells in made] for line in range(len(groups))]
+
+
+def _cells(found: Sequence[Estimate | None], column: Column) -> list[Cell]:
+    # What the table shows decides, so that two figures that look the same are marked alike.
+    shown = [None if each is None else round(each.value, column.digits) for each in found]
+    known = {value for value in shown if value is not None}
+    best = (max if column.better > 0 else min)(known) if column.better and len(known) > 1 else math.nan
+    return [cell(each, column, best=value == best) for each, value in zip(found, shown, strict=True)]
 
 
 def away(groups: Sequence[Group]) -> list[str]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 from ..container import write_atomic
-from ..version import VERSION
-from .page import POLICY, figure_folder, templates, text_of
-from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, publish, short
+from .page import POLICY, figure_folder, published, rendered
+from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, short
 from .read import ReportError
 
 TRIALS, IMPORTANCE = "trials.json", "importance.json"
@@ -39,13 +38,8 @@ def write_study(folder: Path, out: Path, *, figures: Path | None = None, command
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ReportError(f"{folder / TRIALS} is damaged ({type(error).__name__}: {error})") from None
         place = figure_folder(out, figures)
-        drawn = [Markup(publish(picture, place)) for picture in pictures]
-    pages = templates()
-    page = pages.get_template("study.html").render(
-        style=text_of(pages, "report.css"), policy=POLICY, kind="study", drawn=drawn, command=command,
-        version=VERSION, **about,
-    )  # fmt: skip
-    write_atomic(out, page.encode())
+        drawn = published(pictures, place)
+    write_atomic(out, rendered("study.html", policy=POLICY, kind="study", drawn=drawn, command=command, **about))
     return notes
 
 
@@ -82,16 +76,10 @@ def _pictures(history: Mapping[str, Any], importance: Mapping[str, float]) -> It
 def _history(history: Mapping[str, Any], what: str) -> Any:
     figure, axes = panel("Trials")
     better = max if history["direction"] == "maximize" else min
-    best: list[float] = []
-    numbers: list[int] = []
-    values: list[float] = []
-    for trial in history["trials"]:
-        if trial["value"] is not None:
-            numbers.append(trial["number"])
-            values.append(trial["value"])
-            best.append(better([*best[-1:], trial["value"]]))
+    finished = [trial for trial in history["trials"] if trial["value"] is not None]
+    numbers, values = ([trial[key] for trial in finished] for key in ("number", "value"))
     axes.plot(numbers, values, "o", color=RIGHT, label="trial")
-    axes.step(numbers, best, where="post", color=INK, label="best so far")
+    axes.step(numbers, list(accumulate(values, better)), where="post", color=INK, label="best so far")
     axes.set(xlabel="trial", ylabel=what)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()

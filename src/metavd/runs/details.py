@@ -23,9 +23,8 @@ from ..core.emit import EMBEDDING
 from ..core.owned import fetched
 from ..core.types import Algorithm, ServerState
 from ..data.partition import Federation
+from ..evaluate.answers import Answers
 from ..evaluate.metrics import ClientResult, diagrams
-from ..evaluate.scores import correct
-from ..evaluate.uncertainty import entropy
 
 VERSION = 1
 LIMIT = 500
@@ -64,10 +63,9 @@ def details(
 def _uncertainty(results: Sequence[ClientResult]) -> dict[str, list[float]] | None:
     if not results:
         return None
-    probs, y = np.concatenate([each.probs for each in results]), np.concatenate([each.y for each in results])
-    right, values = correct(probs, y).astype(bool), entropy(probs)
-    edges = np.linspace(0, math.log(probs.shape[1]), _BINS + 1)
-    values = values.clip(edges[0], edges[-1])  # rounding may put a uniform answer above log K
+    answers = Answers(results)
+    right, edges = answers.right, np.linspace(0, math.log(answers.probs.shape[1]), _BINS + 1)
+    values = answers.entropy.clip(edges[0], edges[-1])  # rounding may put a uniform answer above log K
     count = {
         name: np.histogram(values[kept], edges)[0].tolist() for name, kept in (("right", right), ("wrong", ~right))
     }

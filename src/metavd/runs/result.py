@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import html
 import io
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..engine.rounds import Listener, Record
+from ..engine.rounds import Record, Silent
 from ..errors import UserError
 from .store import Store
 
@@ -173,43 +172,28 @@ def _value(value: Any) -> Any:
 def stored(store: Store, values: Mapping[str, Any], **given: Any) -> Result:
     """Return the result of a run in a folder, which is read when it is asked; `given` is what `run` was handed over."""
 
-    def clients() -> list[Row]:
-        with store.clients.open(newline="") as file:
-            return list(csv.DictReader(file))
-
     def personal(client: str | int | None) -> Any:
         return _serve().personalize(store.folder, client=client, **given)
 
-    return Result(values, store.read_rounds, clients, personal)
+    return Result(values, store.read_rounds, store.read_clients, personal)
 
 
-class Memory:
+class Memory(Silent):
     """Listens to a run that writes no files, and remembers what they would hold."""
 
-    def __init__(self, listener: Listener) -> None:
-        self.told = listener
+    def __init__(self) -> None:
         self.rows: list[Row] = []
         self.state: ServerState | None = None
         self.results: list[ClientResult] = []
 
-    def start(self, experiment: Any, done: int) -> None:
-        """Pass it on."""
-        self.told.start(experiment, done)
-
     def round(self, record: Record) -> None:
         """Remember a round."""
         self.rows.append(record.line())
-        self.told.round(record)
 
     def evaluation(self, round: int, summary: Mapping[str, Any]) -> None:
         """Remember an evaluation, in its round's row."""
         if self.rows and round == self.rows[-1]["round"]:
             self.rows[-1] = _unevaluated(self.rows[-1]) | dict(summary)
-        self.told.evaluation(round, summary)
-
-    def note(self, text: str) -> None:
-        """Pass it on."""
-        self.told.note(text)
 
     def tested(self, state: ServerState, results: list[ClientResult]) -> None:
         """Remember the last state that was tested."""
@@ -226,7 +210,7 @@ class Memory:
             trained = _serve().Trained(None, own, self.state, dict(values), module)
             return _serve().personalize(trained, client=client)
 
-        return Result(values, lambda: list(self.rows), lambda: lines(self.results, setup), personal)
+        return Result(values, lambda: list(self.rows), lambda: lines(self.results, setup.pool.federation), personal)
 
 
 def _serve() -> Any:

@@ -34,6 +34,7 @@ from .result import Memory, Result, stored
 from .settings import Experiment, spec_hash, to_toml, with_settings
 from .setup import Data, Setup, data_of, laid_out, prepare, start, using
 from .store import Store
+from .track import both
 
 
 def run(
@@ -69,8 +70,8 @@ def run(
         if out is not None and (ranks is None or ranks.rank == 0):
             resume = resume or (ranks is not None and ranks.attempt > 1)  # torchrun has started it anew
             return _run(setup, Store(Path(out)), listener, resume=resume, trained_on=data, module=module)
-        memory = Memory(listener)
-        plan = _as_run(setup, None, memory, memory.tested)
+        memory = Memory()
+        plan = _as_run(setup, None, both(memory, listener), memory.tested)
         if out is None or ranks is None:
             return memory.result(carry_out(plan, start(setup), {}), setup, module, _client_lines)
         store = Store(Path(out))
@@ -137,16 +138,17 @@ def _as_run(
     listener: Listener,
     told: Callable[[ServerState, list[ClientResult]], None] = lambda *_: None,
 ) -> Run:
-    e = setup.experiment
+    e, federation, privacy = setup.experiment, setup.pool.federation, setup.algorithm.privacy
     curve = partly_tested(setup, e.eval_clients)
+    private = () if privacy is None else privacy.told()
 
     def test(state: ServerState, count: int = e.final_clients) -> Tested:
         found = evaluate(setup, state, count=count)
         told(state, found.clients)
 
         def files() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-            more = details(setup.algorithm, state, setup.pool.federation, found.clients, released=setup.released)
-            return _client_lines(found.clients, setup), more
+            more = details(setup.algorithm, state, federation, found.clients, released=setup.released)
+            return _client_lines(found.clients, federation), more
 
         return Tested(found.summary, files)
 
@@ -160,21 +162,17 @@ def _as_run(
         valid=partial(evaluate_valid, setup, clients=whom(setup, e.eval_clients)["test"]) if e.patience else None,
         journal=store,
         listener=listener,
-        warned=lambda loss, summary: diverged(loss, summary["test"], _labels(setup.pool.federation)),
-        privacy=setup.algorithm.privacy,
-        notes=[*setup.notes, *samples_told(setup), *methods.notes(e.method, e.options, e.rounds), *_private(setup)],
+        warned=lambda loss, summary: diverged(loss, summary["test"], _labels(federation)),
+        privacy=privacy,
+        notes=[*setup.notes, *samples_told(setup), *methods.notes(e.method, e.options, e.rounds), *private],
         about=lambda: {
             "backend": e.backend,
             "precision": e.precision,
             **({"curve_sampled": curve} if curve else {}),
-            **_names(setup.pool.federation),
+            **_names(federation),
             **provenance(e.device),
         },
     )
-
-
-def _private(setup: Setup) -> Sequence[str]:
-    return () if setup.algorithm.privacy is None else setup.algorithm.privacy.told()
 
 
 def _labels(federation: Federation) -> np.ndarray:
@@ -218,18 +216,17 @@ def _names(federation: Federation) -> dict[str, Any]:
     return {"names": names} if names else {}
 
 
-def _client_lines(results: Sequence[ClientResult], setup: Setup) -> list[dict[str, Any]]:
-    return [_client_line(each, setup) for each in results]
-
-
-def _client_line(result: ClientResult, setup: Setup) -> dict[str, Any]:
-    figures = {name: "" if value is None else value for name, value in client_figures(result).items()}
-    names = setup.pool.federation.names
-    return {
-        "client": result.client,
-        **({"name": names[result.client]} if names else {}),
-        "unseen": int(result.client >= setup.pool.federation.num_clients),
-        "train_size": result.train_size,
-        "test_size": len(result.y),
-        **figures,
-    }
+def _client_lines(results: Sequence[ClientResult], federation: Federation) -> list[dict[str, Any]]:
+    """Return the lines of clients.csv."""
+    names = federation.names
+    return [
+        {
+            "client": result.client,
+            **({"name": names[result.client]} if names else {}),
+            "unseen": int(result.client >= federation.num_clients),
+            "train_size": result.train_size,
+            "test_size": len(result.y),
+            **{name: "" if value is None else value for name, value in client_figures(result).items()},
+        }
+        for result in results
+    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import methods, models
+from .. import core, methods, models
 from ..errors import SpecError
 from ..schema import Option, nearest, option, options
 
@@ -34,9 +34,7 @@ def _precisions() -> Sequence[str]:
 
 
 def _rule(text: str) -> str:
-    from ..core import rules  # noqa: PLC0415 (torch)
-
-    return rules.check(text)
+    return core.rules.check(text)  # imports torch only now
 
 
 def _attack(text: str) -> str:
@@ -280,7 +278,6 @@ def resolve(experiment: Experiment, defaults: Mapping[str, Any] | None = None) -
 def _check(e: Experiment) -> None:
     import torch  # noqa: PLC0415
 
-    from ..core import rng, rules  # noqa: PLC0415
     from ..data import partition  # noqa: PLC0415
     from ..data.cohort import probabilities  # noqa: PLC0415
     from ..engine import attacks  # noqa: PLC0415
@@ -298,12 +295,12 @@ def _check(e: Experiment) -> None:
     if e.patience and not e.valid:
         raise SpecError(f"patience is {e.patience}, but there are no validation rows to watch; set valid, such as 0.2")
     partition.parse(e.partition)
-    rules.check_cohort(e.aggregate, int(e.cohort))
+    core.rules.check_cohort(e.aggregate, int(e.cohort))
     attack = attacks.parse(e.attack)
     if attack is not None and not round(attack.share * e.clients):
         raise SpecError(f"attack is {e.attack!r}, but that is none of {e.clients} clients; raise the share")
     for name in ("available", "lost"):
-        probabilities(getattr(e, name), e.clients, rng.key(0), name)
+        probabilities(getattr(e, name), e.clients, core.rng.key(0), name)
 
 
 def content(experiment: Experiment) -> dict[str, Any]:

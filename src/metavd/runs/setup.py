@@ -184,17 +184,16 @@ def _frozen_told(module: nn.Module | Model) -> list[str]:
 
 def _apart(e: Experiment, takes: Source, model: Model, backend: str) -> str:
     """Say that a user's network is run for one client after the other, where it cannot be for all at once."""
+    if backend != "vmap":
+        return ""
     dtype = torch.int64 if takes.tokens else getattr(torch, e.dtype)
-    why = (
-        unmappable(model, torch.zeros(1, *takes.x.shape[1:], dtype=dtype, device=e.device)) if backend == "vmap" else ""
-    )
-    if why and e.backend == "vmap":
-        raise SpecError(f"backend is vmap, but your network cannot run for several clients at once ({why}); use loop")
-    return (
-        f"your network cannot run for several clients at once ({why}), so they train in turn (backend=loop)"
-        if why
-        else ""
-    )
+    why = unmappable(model, torch.zeros(1, *takes.x.shape[1:], dtype=dtype, device=e.device))
+    if not why:
+        return ""
+    said = f"your network cannot run for several clients at once ({why})"
+    if e.backend == "vmap":
+        raise SpecError(f"backend is vmap, but {said}; use loop")
+    return f"{said}, so they train in turn (backend=loop)"
 
 
 def _check_privacy(e: Experiment, privacy: Mechanism | None) -> None:

@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,46 +37,18 @@ class StoreError(UserError):
     """A folder that cannot be used; the text says what would be right."""
 
 
-@dataclass(frozen=True)
 class Store:
     """Paths of a run's folder."""
 
-    folder: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.folder / "config.toml"
-
-    @property
-    def rounds(self) -> Path:
-        """One line for each round."""
-        return self.folder / "rounds.jsonl"
-
-    @property
-    def clients(self) -> Path:
-        """One line for each client."""
-        return self.folder / "clients.csv"
-
-    @property
-    def result(self) -> Path:
-        """The result of a finished run."""
-        return self.folder / "result.json"
-
-    @property
-    def details(self) -> Path:
-        """What reports draw."""
-        return self.folder / "details.json"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The folder of checkpoints."""
-        return self.folder / "checkpoint"
-
-    @property
-    def best(self) -> Path:
-        """The folder of the states with the best validation."""
-        return self.folder / "best"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "config.toml"
+        self.rounds = folder / "rounds.jsonl"
+        self.clients = folder / "clients.csv"
+        self.details = folder / "details.json"
+        self.result = folder / "result.json"
+        self.checkpoint = folder / "checkpoint"
+        self.best = folder / "best"
 
     def is_run(self) -> bool:
         """Whether a run was started here."""
@@ -176,6 +147,16 @@ class Store:
                 break
             records.append(record)
         return records
+
+    def evaluations(self, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the records of the rounds that were evaluated, the last one as the result has it."""
+        before = [line for line in self.read_rounds() if "test" in line and line["round"] < result["rounds"]]
+        return [*before, {**result, "round": result["rounds"]}]
+
+    def read_clients(self) -> list[dict[str, str]]:
+        """Return the lines of all clients."""
+        with self.clients.open(newline="") as file:
+            return list(csv.DictReader(file))
 
     def cut_rounds(self, done: int) -> None:
         """Forget what was written after a round, so that going on from it leaves no trace of the interruption."""

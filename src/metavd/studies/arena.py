@@ -7,23 +7,20 @@ written from the store alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..engine.rounds import Listener
 from ..evaluate.conformal import METHODS
-from ..evaluate.figures import SECONDS, SENT, Column, get
-from ..evaluate.intervals import interval
+from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
 from ..methods import resolve
-from ..runs.run import run
 from ..runs.settings import Experiment, with_settings
-from ..runs.store import Store
 from .lines import Line, read
-from .many import Ended, Share, carry_out, taken
+from .many import Ended, carry_out
+from .markdown import markdown_table
 from .pairs import pair
-from .paper.digest import digest, often, rounded
+from .paper.digest import digested
 from .tuned import KEY, label, plain
 
 SCOPE = "arena"
@@ -73,44 +70,20 @@ def tasks(
     }
 
 
-Look = Callable[[Path], dict[str, Any]]
-"""What is measured of a finished run's folder beside its result, see `serve.trust`; importable by name."""
-
-
-def one(
-    settings: dict[str, Any], folder: Path, listener: Listener, *, where: Mapping[str, Any], look: Look | None = None
-) -> dict[str, Any]:
-    """Carry out one run and keep its figures; `where` is what does not change them, such as the device."""
-    looks = often(int(settings["rounds"])) if "rounds" in settings else {}
-    result = run(**plain(settings), **{**looks, **where}, out=folder, resume=True, listener=listener)
-    kept = digest(result, Store(folder))
-    return taken(result, kept | ({} if look is None else {"trust": rounded(look(folder))}))
-
-
 def carry(
     wanted: Mapping[tuple[str, str, int], Mapping[str, Any]],
     *,
-    store: Path,
-    work: Path,
-    jobs: int,
     where: Mapping[str, Any],
-    share: Share | None = None,
-    until: float | None = None,
-    look: Look | None = None,
+    look: Callable[[Path], Mapping[str, Any]] | None = None,
+    **how: Any,
 ) -> Iterator[Ended[tuple[str, str, int]]]:
-    """Run what the store lacks; yield each run as it ends."""
-    work_of = partial(one, where=where, look=look)
-    device = str(where.get("device", "auto"))
-    return carry_out(
-        wanted, work_of, store=store, scope=SCOPE, work=work, jobs=jobs, device=device, share=share, until=until
-    )
+    """Run what the store lacks; yield each run as it ends. See `many.carry_out` for `how`, `digested` for the rest."""
+    work_of = partial(digested, where=where, look=look)
+    return carry_out(wanted, work_of, scope=SCOPE, device=str(where.get("device", "auto")), **how)
 
 
 def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
-    groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for line in read(store, SCOPE).values():
-        groups[setting_of(line)][name_of(line)].append(line)
     parts = [
         "# The arena\n",
         "Methods on equal terms, written from the store of runs by\n",
@@ -129,9 +102,17 @@ def page(store: Path) -> str:
         "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
         "rows), for orientation alone.\n",
     ]
-    for title, methods in sorted(groups.items()):
+    for title, methods in grouped(read(store, SCOPE).values()).items():
         parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def grouped(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
+    """Return runs by what those of a table share, and by what tables call them."""
+    groups: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        groups[setting_of(line)][name_of(line)].append(line)
+    return dict(sorted(groups.items()))
 
 
 def name_of(line: Line) -> str:
@@ -154,10 +135,8 @@ def setting_of(line: Line) -> str:
 def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
     found = {name: [line["result"] for line in lines if "result" in line] for name, lines in methods.items()}
     every = [result for results in found.values() for result in results]
-    shown = [each for each in columns() if each.path[0] != "trust" or _values(each, every)]
-    rows = {}
-    for method, results in found.items():
-        rows[method] = [_values(column, results) for column in shown]
+    shown = [each for each in columns() if each.path[0] != "trust" or each.values(every)]
+    rows = {method: [column.cell(results) for column in shown] for method, results in found.items()}
     best = [_best(column, [row[i] for row in rows.values()]) for i, column in enumerate(shown)]
     order = sorted(rows, key=lambda name: -(rows[name][0] or (-1.0, None))[0])
     to_first = {part: {name: pair(methods[name], methods[order[0]], part) for name in order[1:]}
@@ -165,36 +144,24 @@ def _table(methods: Mapping[str, Sequence[Line]], *, published: bool) -> str:
     compared = [part for part, found in to_first.items() if any(found.values())]
     more = [*(f"{part}, to the first row" for part in compared), *(["published"] if published else []), "seeds"]
     head = ["method", *(column.title for column in shown), *more]
-    text = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = []
     for method in order:
-        cells = [
-            _cell(column, value, best[i]) for i, (column, value) in enumerate(zip(shown, rows[method], strict=True))
-        ]
+        cells = [_cell(*each) for each in zip(shown, rows[method], best, strict=True)]
         cells += [str(to_first[part].get(method) or "") for part in compared]
         cells += [PUBLISHED.get(method.split()[0], "")] if published else []
         used = [str(line["seed"]) for line in methods[method]]
         cells += [f"{'seeds' if len(used) > 1 else 'seed'} {', '.join(used)}"]
-        text.append("| " + " | ".join([f"`{method}`", *cells]) + " |")
-    return "\n".join(text)
+        lines.append([f"`{method}`", *cells])
+    return "\n".join(markdown_table(head, lines))
 
 
-Value = tuple[float, float | None] | None
-
-
-def _values(column: Column, results: Sequence[Mapping[str, Any]]) -> Value:
-    known = column.values(results)
-    return interval(known) if known else None
-
-
-def _best(column: Column, values: Sequence[Value]) -> float | None:
+def _best(column: Column, values: Sequence[Cell]) -> float | None:
     known = [value[0] for value in values if value is not None]
     if not known or not column.better:
         return None
     return max(known) if column.better > 0 else min(known)
 
 
-def _cell(column: Column, value: Value, best: float | None) -> str:
-    if value is None:
-        return "" if column.path[0] == "trust" else "diverged"
-    text = f"{value[0]:.{column.digits}f}" + ("" if value[1] is None else f" ± {value[1]:.{column.digits}f}")
-    return f"**{text}**" if value[0] == best else text
+def _cell(column: Column, value: Cell, best: float | None) -> str:
+    text = column.text(value, "" if column.path[0] == "trust" else "diverged")
+    return f"**{text}**" if value is not None and value[0] == best else text

@@ -14,8 +14,7 @@ from ..container import write_atomic
 from ..core.types import Model
 from ..engine.rounds import Listener
 from ..errors import SpecError
-from ..evaluate.figures import EPSILON, SENT, Column, headline
-from ..evaluate.intervals import interval
+from ..evaluate.figures import EPSILON, SENT, Cell, Column, headline
 from ..methods import options_of
 from ..runs import notebook
 from ..runs.folder import check_folder
@@ -24,11 +23,9 @@ from ..runs.settings import Experiment, with_data, with_settings
 from ..runs.setup import Data, data_of, prepare
 from ..runs.store import Store
 from .many import Share, carry_out, taken
+from .markdown import markdown_table
 from .side import jobs_for
 from .tuned import KEY, Tuned, applied, find_for, label, plain, read, told
-
-Cell = tuple[float, float | None] | None
-"""Mean and half width of the 95 % interval over seeds; None where there is no number."""
 
 
 def columns(rows: Mapping[str, Mapping[str, Cell]] | None = None) -> list[Column]:
@@ -43,28 +40,14 @@ def columns(rows: Mapping[str, Mapping[str, Cell]] | None = None) -> list[Column
 
 def summarize_runs(results: Sequence[Mapping[str, Any]]) -> dict[str, Cell]:
     """Return mean and half width of the 95 % interval over seeds, by heading; None where there is no number."""
-    table: dict[str, Cell] = {}
-    for column in columns():
-        known = column.values(results)
-        table[column.title] = interval(known) if known else None
-    return table
-
-
-def cell(column: Column, value: Cell) -> str:
-    """Write "91.2 ± 0.8"."""
-    if value is None:
-        return "-"
-    mean, half = value
-    return f"{mean:.{column.digits}f}" + ("" if half is None else f" ± {half:.{column.digits}f}")
+    return {column.title: column.cell(results) for column in columns()}
 
 
 def markdown(rows: Mapping[str, Mapping[str, Cell]]) -> str:
     """Write the table as Markdown."""
     shown = columns(rows)
-    lines = ["| method | " + " | ".join(each.title for each in shown) + " |", "|---|" + "---:|" * len(shown)]
-    for method, row in rows.items():
-        lines.append(f"| {method} | " + " | ".join(cell(each, row[each.title]) for each in shown) + " |")
-    return "\n".join(lines) + "\n"
+    lines = [[method, *(each.text(row[each.title]) for each in shown)] for method, row in rows.items()]
+    return "\n".join(markdown_table(["method", *(each.title for each in shown)], lines)) + "\n"
 
 
 def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str:
@@ -151,7 +134,7 @@ def compare(
         each.key: each.line["result"]
         for each in carry_out(
             planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
-            fails=(), refuses=(), jobs=at_once, share=share, until=until, listener=listener, progress=told,
+            strict=True, jobs=at_once, share=share, until=until, listener=listener, progress=told,
         )
         if each.line is not None
     }  # fmt: skip

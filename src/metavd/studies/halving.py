@@ -40,6 +40,7 @@ from ..runs.settings import RUNTIME, Experiment, content, resolve, spec_hash, wi
 from ..runs.setup import Setup, data_of, prepare, start, using
 from .lines import append, rows
 from .many import carry_out
+from .markdown import markdown_table
 from .plan import Dimension, space
 
 FIGURES = ("accuracy", "nll", "ece_top1")
@@ -259,7 +260,7 @@ def search(
             here = [trial | {"round": round} for trial in planned[method]]
             tasks |= {name_of(trial): trial for trial in here if known(trial) is None}
         work, left = partial(stretch, experiments=asked, first=first), 0
-        for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, fails=(), refuses=(), jobs=jobs,
+        for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, strict=True, jobs=jobs,
                                until=until, device=experiments[0].device):  # fmt: skip
             if ended.line is None:
                 left += 1
@@ -359,17 +360,18 @@ def page(lines: Sequence[Line], command: str) -> str:
         seeds = ", ".join(sorted({str(line["seed"]) for line in made}))
         text += [
             f"## {study}", "", f"Seed {seeds}; {where}; {len(made)} rungs.", "",
-            "| method | settings | score % | participating % | validation clients % | ECE % | trials | defaults % | "
-            "within 1 point |",
-            "|---|---|---:|---:|---:|---:|---:|---:|---|",
+            *markdown_table(
+                ["method", "settings", "score %", "participating %", "validation clients %", "ECE %", "trials",
+                 "defaults %", "within 1 point"],
+                [_row(rows, [line for line in made if line["method"] == method])
+                 for (name, method), rows in found.items() if name == study],
+                text=(0, 1, 8),
+            ), "",
         ]  # fmt: skip
-        text += [_row(rows, [line for line in made if line["method"] == method])
-                 for (name, method), rows in found.items() if name == study]  # fmt: skip
-        text.append("")
     return "\n".join(text)
 
 
-def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> str:
+def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> list[str]:
     """Return one method's row of a table."""
     top = best_first[0]
     settings = " ".join(f"{key}={value}" for key, value in top["settings"].items())
@@ -381,9 +383,6 @@ def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> str:
     if own is not None and own["score"] is not None:
         defaults = f"{100 * own['score']:.1f} ({own['round']})"
     close = near(best_first)
-    trials = len(distinct(everything))
-    shares = " | ".join(f"{100 * value:.1f}" for value in (top["score"], *parts, top["valid"]["ece_top1"]))
-    return (
-        f"| `{top['method']}` | {settings} | {shares} | {trials} | {defaults} | "
-        f"{len(close)} of {len(best_first)}: {ranges(close)} |"
-    )
+    shares = [f"{100 * value:.1f}" for value in (top["score"], *parts, top["valid"]["ece_top1"])]
+    wide = f"{len(close)} of {len(best_first)}: {ranges(close)}"
+    return [f"`{top['method']}`", settings, *shares, str(len(distinct(everything))), defaults, wide]

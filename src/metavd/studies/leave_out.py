@@ -12,18 +12,19 @@ from ..data.collection import Collection
 from ..data.partition import NAMED
 from ..engine.rounds import Listener, Silent
 from ..errors import SpecError
-from ..evaluate.figures import get
+from ..evaluate.figures import Cell, get
 from ..evaluate.intervals import interval
 from ..methods import options_of
 from ..runs.settings import SETTINGS, Experiment, with_data, with_settings
 from ..runs.setup import data_of
-from .compare import Cell, cell, compare
+from .compare import compare
+from .markdown import markdown_table
 
 EACH = "each"
 """The word for all clients in turn."""
 MEAN = "mean"
 """Heading of the mean over the clients."""
-_COLUMN = get("accuracy").column("unseen", heading="unseen")
+COLUMN = get("accuracy").column("unseen", heading="unseen")
 
 
 def left_out(words: str, data: Collection) -> list[str]:
@@ -62,25 +63,19 @@ def leave_out(
             **(how | {"unseen": f"{NAMED}{name}"}),
         )  # fmt: skip
         for method, row in found.items():
-            table[method][name] = row[_COLUMN.title]
+            table[method][name] = row[COLUMN.title]
     for row in table.values():
         known = [value[0] for value in row.values() if value is not None]
         row[MEAN] = interval(known) if known else None
-    content = {"figure": _COLUMN.title, "clients": list(names), "rows": table}
+    content = {"figure": COLUMN.title, "clients": list(names), "rows": table}
     write_atomic(out / "leave_out.json", (json.dumps(content, indent=2) + "\n").encode())
     write_atomic(out / "leave_out.md", markdown(table).encode())
     return table
 
 
-def shown(value: Cell) -> str:
-    """Write one accuracy."""
-    return cell(_COLUMN, value)
-
-
 def markdown(table: Mapping[str, Mapping[str, Cell]]) -> str:
     """Write the table as Markdown, a column for each client that was left out."""
     heads = list(next(iter(table.values())))
-    lines = [f"| {_COLUMN.title}, left out: | " + " | ".join(head.replace("|", "/") for head in heads) + " |"]
-    lines.append("|---|" + "---:|" * len(heads))
-    lines += [f"| {method} | " + " | ".join(shown(row[head]) for head in heads) + " |" for method, row in table.items()]
-    return "\n".join(lines) + "\n"
+    rows = [[method, *(COLUMN.text(row[head]) for head in heads)] for method, row in table.items()]
+    titles = (head.replace("|", "/") for head in heads)
+    return "\n".join(markdown_table([f"{COLUMN.title}, left out:", *titles], rows)) + "\n"

@@ -42,8 +42,6 @@ Work = Callable[[dict[str, Any], Path, Listener], Mapping[str, Any]]
 """What is done for a task: settings, a folder of its own (not yet made), a listener -> the part of the line that only
 it knows: `result`, plain values, and where there are any `device`, `precision`, `spec`; see `taken`."""
 End = Literal["stored", "done", "failed", "refused", "elsewhere", "left"]
-REFUSED = (UserError,)
-"""What a user can mend: data that is not there, settings that do not go together."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,8 @@ class Ended(Generic[Key]):
     key: Key
     end: End
     """stored: its line was in the store, that of a failure included. done: it was run now. failed: it diverged; the
-    store says so, and it is not tried again unless asked for. refused: it could not be started; nothing is stored.
+    store says so, and it is not tried again unless asked for. refused: it could not be started, and a user can mend
+    why (data that is not there, settings that do not go together); nothing is stored.
     elsewhere: another process is at it, or it is in another share. left: it would not have ended in time."""
     line: Line | None = None
     """Its line, where there is one."""
@@ -91,8 +90,7 @@ def carry_out(
     place: Callable[[Settings], str] | None = None,
     keep: bool = False,
     retry: bool = False,
-    fails: tuple[type[Exception], ...] = (NonFiniteError,),
-    refuses: tuple[type[Exception], ...] = REFUSED,
+    strict: bool = False,
     jobs: int = 1,
     device: str = "auto",
     share: Share | None = None,
@@ -113,8 +111,7 @@ def carry_out(
         place: name of a run's folder in `work`, from its settings; by default its identity.
         keep: leave the folders of finished runs.
         retry: also run again what failed.
-        fails: what ends one run and not the others, and is stored as its result.
-        refuses: what ends one run and not the others, and is not stored. Any other error ends the whole.
+        strict: an error ends the whole, also one that else makes a run failed or refused.
         jobs: runs at once, each in a process of its own; 0: what suits the device, see `side`.
         device: where runs will be carried out, for `jobs` and for the line of a run that failed.
         share: which part of the missing tasks is carried out here, the others are elsewhere; None: all.
@@ -136,23 +133,23 @@ def carry_out(
             missing.append(key)
         else:
             yield Ended(key, "elsewhere")
-    order = _Order(function, store, scope, work, keep, retry, fails, refuses, device)
-
-    planned = [_Task(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
+    attempt = partial(
+        _attempt, function=function, store=store, scope=scope, work=work, keep=keep, retry=retry, strict=strict,
+        device=device,
+    )  # fmt: skip
+    planned = [(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
     at_once = jobs_for(device, jobs) if len(missing) > 1 else 1
     watch = _Watch(until)
 
     def fits(which: int) -> bool:
-        return watch.begin(which, str(planned[which].settings.get("method", "")))
+        return watch.begin(which, str(planned[which][0].get("method", "")))
 
-    def one_by_one() -> Iterator[tuple[int, Any]]:
-        for which, task in enumerate(planned):
-            if fits(which):
-                yield which, _attempt(task, order, listener, partial(tell, missing[which], which + 1, len(missing)))
+    def told(which: int) -> tuple[Any, ...]:  # of a run in this process
+        return (listener, partial(tell, missing[which], which + 1, len(missing)))
 
     together = at_once > 1
-    ending = side_by_side(_attempt, [(each, order) for each in planned], at_once, fits) if together else one_by_one()
-    for number, (which, found) in enumerate(ending, 1):
+    asked = planned if together else [(*each, *told(which)) for which, each in enumerate(planned)]
+    for number, (which, found) in enumerate(side_by_side(attempt, asked, at_once, fits), 1):
         watch.end(which, counts=found[0] in {"done", "failed"})
         if together:
             tell(missing[which], number, len(missing))
@@ -191,39 +188,16 @@ def taken(result: Mapping[str, Any], kept: Any) -> dict[str, Any]:
     return {key: result[key] for key in ("device", "precision", "spec")} | {"result": kept}
 
 
-@dataclass(frozen=True)
-class _Task:
-    """One run."""
-
-    settings: Settings
-    name: str
-    place: str
-
-
-@dataclass(frozen=True)
-class _Order:
-    """How tasks are carried out, see `carry_out`."""
-
-    function: Work
-    store: str | Path | None
-    scope: str
-    work: str | Path | None
-    keep: bool
-    retry: bool
-    fails: tuple[type[Exception], ...]
-    refuses: tuple[type[Exception], ...]
-    device: str
-
-
 def _attempt(
-    task: _Task, order: _Order, listener: Listener | None = None, start: Callable[[], None] | None = None
-) -> tuple[End, Line | None, Exception | None]:
+    asked: Settings, name: str, place: str, listener: Listener | None = None, start: Callable[[], None] | None = None,
+    *, function: Work, store: str | Path | None, scope: str, work: str | Path | None, keep: bool, retry: bool,
+    strict: bool, device: str,
+) -> tuple[End, Line | None, Exception | None]:  # fmt: skip
     """Carry out one task and store it; return what an `Ended` holds beside the key."""
-    store, name, whole = order.store, task.name, complete(task.settings)
-    claim = name if store is not None else None
-    with _folder(order.work, claim, task.place) as folder:
-        there = None if store is None else read(store, order.scope).get(name)
-        if there is not None and not (order.retry and "failed" in there):
+    whole = complete(asked)
+    with _folder(work, None if store is None else name, place) as folder:
+        there = None if store is None else read(store, scope).get(name)
+        if there is not None and not (retry and "failed" in there):
             return "stored", there, None
         if folder is None:
             return "elsewhere", None, None
@@ -232,17 +206,18 @@ def _attempt(
         end: End = "done"
         wrong: Exception | None = None
         try:
-            settings = task.settings if store is None else whole
-            content = dict(order.function(dict(settings), folder, listener or Silent()))
-        except order.fails as error:
+            content = dict(function(dict(asked if store is None else whole), folder, listener or Silent()))
+        except (NonFiniteError, UserError) as error:
+            if strict:
+                raise
+            if not isinstance(error, NonFiniteError):
+                return "refused", None, error
             end, wrong, content = "failed", error, {"failed": str(error)}
-        except order.refuses as error:
-            return "refused", None, error
-        head = {"id": name, "scope": order.scope, "seed": task.settings.get("seed"), "settings": whole}
-        line = {**head, **_made(content.pop("device", order.device)), **content}
+        head = {"id": name, "scope": scope, "seed": asked.get("seed"), "settings": whole}
+        line = {**head, **_made(content.pop("device", device)), **content}
         if store is not None:
             append(store, line)
-        if not order.keep and folder.exists():
+        if not keep and folder.exists():
             shutil.rmtree(folder)
     return end, line, wrong
 

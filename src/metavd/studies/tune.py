@@ -408,7 +408,7 @@ def tune(
         tasks = {place: {"place": place} for place in range(done, trials)}
         try:
             for ended in carry_out(
-                tasks, there if at_once > 1 else here, fails=(), refuses=(), jobs=max(1, at_once), device="cpu"
+                tasks, there if at_once > 1 else here, strict=True, jobs=max(1, at_once), device="cpu"
             ):
                 if ended.line and ended.line["result"]:
                     watcher.trial(ended.line["result"])

@@ -9,15 +9,15 @@ those count; data that are there to try things out count where there are no othe
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import NamedTuple
 
 from ..evaluate.figures import SECONDS, SENT, Column, get
-from .arena import SCOPE, name_of, setting_of
+from . import arena
 from .lines import Line, read
+from .markdown import markdown_table
 from .tuned import KEY
 
 COMMAND = "metavd arena --page docs/arena.md --which docs/which.md --picture docs/arena.png"
@@ -85,7 +85,7 @@ def ranked(table: Means, better: int) -> list[tuple[str, float]]:
     return sorted(short.items(), key=lambda item: (item[1], item[0]))
 
 
-def answer(question: Question, groups: Mapping[str, Mapping[str, Sequence[Line]]]) -> str:
+def answer(question: Question, groups: Mapping[str, Mapping[str, Sequence[Line]]]) -> tuple[str, str, str]:
     """Return the cells of a question's row: what to take, its figures, and what comes next."""
     asked = {key: methods for key, methods in groups.items() if question.protocol in ("", _protocol(methods))}
     table = means(asked, question.column)
@@ -95,11 +95,11 @@ def answer(question: Question, groups: Mapping[str, Mapping[str, Sequence[Line]]
     # Of methods that are alike in the digits that are shown, the more accurate one is first.
     order = sorted(ranked(table, question.column.better), key=lambda item: (round(item[1], digits), accuracy[item[0]]))
     if not order:
-        return "not yet measured |  | "
+        return "not yet measured", "", ""
     taken, letters = order[0][0], dict(zip(groups, ascii_lowercase, strict=False))
     figures = ", ".join(f"{table[key][taken]:.{digits}f} ({letters[key]})" for key in table)
     others = ", ".join(f"`{name}` ({short - order[0][1]:+.{digits}f})" for name, short in order[1 : 1 + NEXT])
-    return f"`{taken}` | {figures} | {others}"
+    return f"`{taken}`", figures, others
 
 
 def _protocol(methods: Mapping[str, Sequence[Line]]) -> str:
@@ -108,12 +108,9 @@ def _protocol(methods: Mapping[str, Sequence[Line]]) -> str:
 
 def grouped(store: Path) -> dict[str, dict[str, list[Line]]]:
     """Return the finished runs that count, by setting and method."""
-    every: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
-    for line in read(store, SCOPE).values():
-        if "result" in line:
-            every[setting_of(line)][name_of(line)].append(line)
+    every = arena.grouped(line for line in read(store, arena.SCOPE).values() if "result" in line)
     serious = {key: methods for key, methods in every.items() if not key.startswith(TOY)} or every
-    return {key: _tuned(methods) for key, methods in sorted(serious.items())}
+    return {key: _tuned(methods) for key, methods in serious.items()}
 
 
 def _tuned(methods: Mapping[str, list[Line]]) -> dict[str, list[Line]]:
@@ -140,10 +137,12 @@ def page(store: Path, command: str = COMMAND) -> str:
         f"{len(every)} runs, {tuned} of them with tuned settings, {how_many} of each. One seed is a lead: neighbours "
         "that differ by a point may change places. *Then*: how much worse the next ones are, in the same unit.",
         "",
-        "| you want | take | figures | then |",
-        "|---|---|---|---|",
+        *markdown_table(
+            ["you want", "take", "figures", "then"],
+            [[question.wants, *answer(question, groups)] for question in questions()],
+            text=range(4),
+        ),
     ]
-    text += [f"| {question.wants} | {answer(question, groups)} |" for question in questions()]
     text += ["", "![Accuracy and calibration error of the most accurate methods](arena.png)"] if every else []
     told = "; ".join(f"({letter}) {key}" for letter, key in zip(ascii_lowercase, groups, strict=False))
     text += ["", f"{told}." if told else "The store has no runs yet.", "", f"Written by `{command}`."]

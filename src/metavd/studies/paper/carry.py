@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +16,10 @@ from ...data.partition import federate
 from ...data.source import Source, arrays, digits
 from ...engine.rounds import Listener, Silent
 from ...errors import SpecError
-from ...runs.run import run
 from ...runs.settings import RUNTIME
-from ...runs.store import Store
 from ...schema import nearest
-from ..many import Share, carry_out, taken
-from ..tuned import plain
-from .digest import digest, often
+from ..many import Share, carry_out
+from .digest import digested
 from .plan import Run, needed, store_file
 from .protocol import PAPER, Protocol
 
@@ -30,17 +28,14 @@ _CIFAR = {"cifar10": 10, "cifar100": 100}
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of the missing runs."""
+    """What became of the missing runs, see `many.Ended`; with reasons."""
 
     done: tuple[Run, ...]
     failed: tuple[tuple[Run, str], ...]
-    """They diverged; the store says so, and they are not tried again unless asked for."""
     refused: tuple[tuple[Run, str], ...]
-    """They could not be started, because data is missing, for example; nothing is stored."""
     elsewhere: tuple[Run, ...]
-    """Another process is at them, or finished them meanwhile."""
+    """Those that another process finished meanwhile, too."""
     left: tuple[Run, ...]
-    """There was no time for them."""
 
 
 def run_missing(
@@ -60,36 +55,19 @@ def run_missing(
     progress: Callable[[Run, int, int], None] | None = None,
     **runtime: Any,
 ) -> Outcome:
-    """Run what the tables need and the store lacks, one after the other or several at once.
+    """Run what the tables `names`, or these rows and columns of them, need and the store lacks.
 
-    Args:
-        names: tables, such as ["T8"].
-        store: file of JSON lines, see `plan.store_file`.
-        how: the protocol.
-        rows: only these of each table.
-        columns: only these of each table.
-        work: folder in which a run can be interrupted and continued, see `many.carry_out`.
-        keep: leave the folders of finished runs, with their clients' lines and checkpoints, in `work`.
-        retry: also run again what failed.
-        jobs: runs at once, each in a process of its own; 0: what suits the device.
-        share: the part of what is missing that is run here; None: all.
-        until: when all must be over, see `many.carry_out`.
-        listener: is told of every run's rounds, and of what goes wrong; of several at once only of the latter.
-        progress: is told of each run before it starts (of several at once: when it ends), its number and how many
-            there are.
-        runtime: `RUNTIME` settings, device="cuda" for example.
+    `how` is the protocol, `runtime` are settings of `RUNTIME`, device="cuda" for example; for the others see
+    `many.carry_out`. The listener is told what goes wrong, of several runs at once too.
     """
     for key in runtime:
         if key not in RUNTIME:
             raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
-    missing = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note).missing
-    runs = {one.id: one for one in missing}
-    ends: dict[str, list[tuple[Run, str]]] = {
-        end: [] for end in ("done", "failed", "refused", "elsewhere", "stored", "left")
-    }
+    plan = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note)
+    ends: dict[str, list[tuple[Run, str]]] = defaultdict(list)
     for ended in carry_out(
-        {one.id: one.settings for one in missing},
+        {one: one.settings for one in plan.missing},
         partial(_carry, runtime),
         store=store_file(store, how.scale),
         scope=how.scale,
@@ -101,12 +79,12 @@ def run_missing(
         until=until,
         device=str(runtime.get("device", "auto")),
         listener=listener,
-        progress=None if progress is None else lambda key, number, total: progress(runs[key], number, total),
+        progress=progress,
     ):
-        ends[ended.end].append((runs[ended.key], str(ended.error or "")))
+        ends[ended.end].append((ended.key, str(ended.error or "")))
         if ended.error is not None:
             said = "failed" if ended.end == "failed" else "cannot be run"
-            listener.note(f"{runs[ended.key].cells[0]} {said}: {ended.error}")
+            listener.note(f"{ended.key.cells[0]} {said}: {ended.error}")
     return Outcome(
         tuple(one for one, _ in ends["done"]),
         tuple(ends["failed"]),
@@ -120,10 +98,7 @@ def _carry(runtime: Mapping[str, Any], settings: dict[str, Any], folder: Path, l
     """Carry out one run; see `many.Work`."""
     if "method" not in settings:
         return {"device": "cpu", "result": {"classes": _classes(settings)}}
-    result = run(
-        **plain(settings), **(often(settings["rounds"]) | dict(runtime)), out=folder, resume=True, listener=listener
-    )
-    return taken(result, digest(result, Store(folder)))
+    return digested(settings, folder, listener, where=runtime)
 
 
 def _classes(settings: Mapping[str, Any]) -> dict[str, float]:

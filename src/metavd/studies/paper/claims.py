@@ -28,18 +28,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...evaluate.figures import number
+from ...evaluate.figures import Column, number
 from ...evaluate.intervals import interval
-from ..lines import Line, identity, read
+from ..lines import Line, read
+from ..markdown import markdown_table
 from ..pairs import pair
 from ..tuned import KEY
 from .digest import NORMAL
 from .page import told_protocol
 from .plan import store_file
-from .protocol import PAPER, Protocol, settings_of
+from .protocol import PAPER, Protocol, runs_of, settings_of
 from .tables import MEASURES, Cell, cells
 
-FOR, OPEN, AGAINST, MISSING = "in favour", "open", "against", "not run"
+_OUTCOMES = FOR, OPEN, AGAINST, MISSING = "in favour", "open", "against", "not run"
 _SAME = ("data", "partition", "cohort", "width", "variant")
 """What two rows must share to be compared."""
 
@@ -128,18 +129,12 @@ def _where(cell: Cell) -> str:
     return f"{settings['data']}, {alpha}{more}{share}"
 
 
-def _runs(cell: Cell, lines: dict[str, Line], how: Protocol) -> dict[int, Line]:
-    """Return a cell's finished runs by seed."""
-    names = {seed: identity(settings_of(cell, seed, how), how.scale) for seed in how.seeds}
-    return {seed: lines[name] for seed, name in names.items() if name in lines and "result" in lines[name]}
-
-
 def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], how: Protocol) -> Comparison:
     sign = -1.0 if claim.kind == "lower" else 1.0
     measure = MEASURES[claim.figure]
     where, what = _where(first), f"{first.row} to {second.row}"
     paper = _paper(first, second, claim.figure, sign)
-    own, other = _runs(first, lines, how), _runs(second, lines, how)
+    own, other = runs_of(first, lines, how), runs_of(second, lines, how)
     each = {
         seed: sign * measure.factor * (a - b)
         for seed in own
@@ -191,9 +186,8 @@ def _paper(first: Cell, second: Cell, figure: str, sign: float) -> float | None:
 
 def _rates(claim: Claim, cell: Cell, lines: dict[str, Line], how: Protocol) -> Comparison:
     """Return how far rates differ between clients."""
-    runs = _runs(cell, lines, how)
-    found = [number(line["result"], "rates", "between_clients") for line in runs.values()]
-    known = [value for value in found if value is not None]
+    runs = runs_of(cell, lines, how)
+    known = Column("", ("rates", "between_clients")).values(line["result"] for line in runs.values())
     if not known:
         return Comparison(_where(cell), cell.row, MISSING)
     outcome = FOR if min(known) >= claim.least else AGAINST if max(known) < claim.least else OPEN
@@ -222,21 +216,27 @@ def page(store: str | Path, how: Protocol = PAPER, command: str = "") -> str:
         "against; *in part* between; it is *not yet tested* while more than half of its comparisons lack a run. With "
         "one seed a verdict is a lead. Differences are in points, positive where they favour the claim.",
         "",
-        "| claim | verdict | in favour | open | against | not run | mean difference | the paper's |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        *markdown_table(
+            ["claim", "verdict", *_OUTCOMES, "mean difference", "the paper's"],
+            [_summed_up(claim, found) for claim, found in judged],
+            text=(0, 1),
+        ),
     ]
-    for claim, found in judged:
-        count = Counter(each.outcome for each in found)
-        numbers = " | ".join(str(count[outcome]) for outcome in (FOR, OPEN, AGAINST, MISSING))
-        tested = [each for each in found if each.difference is not None] or found
-        ours, paper = _mean(tested, lambda each: each.difference), _mean(tested, lambda each: each.paper)
-        title = f"(not the paper's) {claim.title}" if claim.ours else claim.title
-        text.append(f"| [{title}](#{claim.name}) | **{_said(found)}** | {numbers} | {ours} | {paper} |")
     for claim, found in judged:
         text += ["", *_section(claim, found)]
     if command:
         text += ["", f"Written by `{command}`."]
     return "\n".join(text) + "\n"
+
+
+def _summed_up(claim: Claim, found: Sequence[Comparison]) -> list[str]:
+    """Return a claim's row."""
+    count = Counter(each.outcome for each in found)
+    tested = [each for each in found if each.difference is not None] or found
+    ours, paper = _mean(tested, lambda each: each.difference), _mean(tested, lambda each: each.paper)
+    title = f"(not the paper's) {claim.title}" if claim.ours else claim.title
+    counts = (str(count[outcome]) for outcome in _OUTCOMES)
+    return [f"[{title}](#{claim.name})", f"**{_said(found)}**", *counts, ours, paper]
 
 
 def _said(found: Sequence[Comparison]) -> str:
@@ -248,7 +248,7 @@ def _said(found: Sequence[Comparison]) -> str:
 def _mean(found: Sequence[Comparison], value: Callable[[Comparison], float | None]) -> str:
     """Return a mean over comparisons, in points."""
     known = [each for each in map(value, found) if each is not None]
-    return f"{round(sum(known) / len(known), 2) + 0.0:+.2f}" if known else ""
+    return _points(sum(known) / len(known) if known else None)
 
 
 def _section(claim: Claim, found: Sequence[Comparison]) -> list[str]:
@@ -257,14 +257,16 @@ def _section(claim: Claim, found: Sequence[Comparison]) -> list[str]:
     tested = [each for each in found if each.outcome != MISSING]
     if not tested:
         return [*text, "", f"None of {len(found)} comparisons has its runs."]
-    text += ["", "| | | difference | 95 % interval | the paper's | seeds | |", "|---|---|---:|---:|---:|---:|---|"]
-    for each in tested:
-        inside = "" if each.low is None or each.high is None else f"{each.low:+.2f} to {each.high:+.2f}"
-        numbers = [_points(each.difference), inside, _points(each.paper), str(each.seeds)]
-        said = each.outcome + (f", {each.more}" if each.more else "")
-        text.append(f"| {each.where} | {each.what} | " + " | ".join(numbers) + f" | {said} |")
+    heads = ["", "", "difference", "95 % interval", "the paper's", "seeds", ""]
+    text += ["", *markdown_table(heads, [_row(each) for each in tested], text=(0, 1, 6))]
     missing = len(found) - len(tested)
     return [*text, "", f"{missing} more lack their runs."] if missing else text
+
+
+def _row(each: Comparison) -> list[str]:
+    inside = "" if each.low is None or each.high is None else f"{each.low:+.2f} to {each.high:+.2f}"
+    numbers = [_points(each.difference), inside, _points(each.paper), str(each.seeds)]
+    return [each.where, each.what, *numbers, each.outcome + (f", {each.more}" if each.more else "")]
 
 
 def _points(value: float | None) -> str:

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ...engine.rounds import Listener
 from ...evaluate.figures import Column, figures, number
+from ...runs.run import run
 from ...runs.store import Store
+from ..many import taken
+from ..tuned import plain
 from .protocol import LAST
 from .tables import MEASURES
 
 NORMAL = 1.96
 """Half the width of a 95 % interval of the standard normal distribution."""
+
+
+def digested(
+    settings: dict[str, Any],
+    folder: Path,
+    listener: Listener,
+    *,
+    where: Mapping[str, Any],
+    look: Callable[[Path], Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Carry out one run and keep its digest; see `many.Work`.
+
+    Args:
+        settings: of the run. It is evaluated twenty times, so that `last` averages over the last quarter of its rounds.
+        folder: where it lives.
+        listener: is told how it goes on.
+        where: settings that do not change figures, such as the device.
+        look: what is measured of the finished run's folder beside its result, see `serve.trust`; importable by name.
+    """
+    often = {"eval_every": max(1, int(settings["rounds"]) // 20)} if "rounds" in settings else {}
+    result = run(**plain(settings), **(often | dict(where)), out=folder, resume=True, listener=listener)
+    more = {} if look is None else {"trust": rounded(look(folder))}
+    return taken(result, digest(result, Store(folder)) | more)
 
 
 def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
@@ -31,13 +58,12 @@ def digest(result: Mapping[str, Any], store: Store) -> dict[str, Any]:
         kept["rates"] = result["diagnostics"]  # of the dropout rates
     if "valid" in result:
         kept["valid"] = {key: result["valid"][key] for key in ("accuracy", "nll")}
-    evaluations = [line for line in store.read_rounds() if "test" in line and line["round"] < result["rounds"]]
     whole: dict[str, Any] = rounded({
         **parts,
         **kept,
         "model": result["model_sha256"][:12],
         "error": {part: _standard_error(result[part]) for part in parts},
-        "last": _average([*evaluations, {**result, "round": result["rounds"]}][-LAST:]),
+        "last": _average(store.evaluations(result)[-LAST:]),
         "bins": _bins(store),
         "clients": _clients(store),
     })  # fmt: skip
@@ -49,11 +75,6 @@ def dotted(column: Column) -> str:
     return ".".join(column.path)
 
 
-def often(rounds: int) -> dict[str, int]:
-    """Return how often runs of a study are looked at, so that `last` averages over the last quarter of the rounds."""
-    return {"eval_every": max(1, rounds // 20)}
-
-
 _MOST = 1000
 """Clients that a line keeps."""
 
@@ -61,8 +82,7 @@ _MOST = 1000
 def _clients(store: Store) -> dict[str, dict[str, list[int]]] | None:
     """Return lists over clients for both groups; None where there are too many for a line, or no file of them."""
     try:
-        with store.clients.open(newline="") as file:
-            lines = list(csv.DictReader(file))
+        lines = store.read_clients()
     except OSError:
         return None
     if len(lines) > _MOST:

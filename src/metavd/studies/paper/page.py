@@ -9,9 +9,9 @@ from typing import Any
 
 from ...container import write_atomic
 from ...errors import SpecError
-from ..lines import identity
+from ..markdown import markdown_table
 from .plan import tuned_told
-from .protocol import LAST, PAPER, Protocol, settings_of
+from .protocol import LAST, PAPER, Protocol, name_of, settings_of
 from .statistics import Answer, Compared, View, table
 from .tables import MEASURES, Cell, Figure, Table, extras, tables
 
@@ -76,7 +76,7 @@ def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
     for title in titles:
         headings += [f"{title}: ours" if beside else title, *["last five"] * averaged, *["untuned"] * tuned]
         headings += ["paper", "difference"] if beside else []
-    lines = ["| | " + " | ".join(headings) + " | seeds |", "|---|" + "---:|" * (len(headings) + 1)]
+    lines = []
     for answer in answers:
         label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
         parts: list[str] = []
@@ -86,8 +86,8 @@ def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
             parts += [_theirs(each.figure, about), _difference(each)] if beside else []
         failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
         count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
-        lines.append(f"| {label} | " + " | ".join(parts) + f" | {count} |")
-    return lines
+        lines.append([label, *parts, count])
+    return markdown_table(["", *headings, "seeds"], lines)
 
 
 def _number(value: float, *, signed: bool) -> str:
@@ -166,7 +166,7 @@ def report(
 
 def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
     answers = [answer for view in views for answer in view.answers]
-    needed = {identity(settings_of(answer.cell, seed, how), how.scale) for answer in answers for seed in how.seeds}
+    needed = {name_of(answer.cell, seed, how) for answer in answers for seed in how.seeds}
     lines = {name: line for view in views for name, line in view.lines.items()}
     finished = sum("result" in line for line in lines.values())
     seeds = ", ".join(str(seed) for seed in how.seeds)

@@ -12,6 +12,7 @@ from ...data.partition import TEST_ROWS
 from ...errors import SpecError
 from ...runs.settings import RUNTIME, Experiment, read_toml, with_settings
 from ...schema import nearest
+from ..lines import Line, identity
 from ..tuned import KEY, Tuned, find, read
 from .tables import Cell
 
@@ -129,6 +130,17 @@ def settings_of(cell: Cell, seed: int = SEED, how: Protocol = PAPER) -> dict[str
     if how.rounds:
         settings["rounds"] = how.rounds
     return settings | {"seed": seed}
+
+
+def name_of(cell: Cell, seed: int, how: Protocol) -> str:
+    """Return what names a cell's run in a store."""
+    return identity(settings_of(cell, seed, how), how.scale)
+
+
+def runs_of(cell: Cell, lines: Mapping[str, Line], how: Protocol) -> dict[int, Line]:
+    """Return a cell's finished runs by seed, of a store's lines."""
+    found = {seed: lines.get(name_of(cell, seed, how), {}) for seed in how.seeds}
+    return {seed: line for seed, line in found.items() if "result" in line}
 
 
 def tuned_for(settings: Mapping[str, Any], how: Protocol) -> Tuned | None:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from ...evaluate.figures import Column, number
+from ...evaluate.figures import Column
 from ...evaluate.intervals import interval
-from ..lines import Line, identity, read
+from ..lines import Line, read
 from .digest import NORMAL, dotted
 from .plan import store_file
-from .protocol import LAST, PAPER, Protocol, settings_of
+from .protocol import LAST, PAPER, Protocol, name_of, runs_of
 from .tables import MEASURES, Cell, Figure, Table, cells, get
 
 _CLIENTS_OF = {"test": ("test",), "unseen": ("unseen",), "gap": ("test", "unseen")}
@@ -97,49 +97,41 @@ def table(
     answers: list[Answer] = []
     used: dict[str, Line] = {}
     for cell in cells(name, rows, columns):
-        own = [(seed, identity(settings_of(cell, seed, how), how.scale)) for seed in how.seeds]
-        there = {seed: lines[key] for seed, key in own if key in lines}
-        used |= {key: lines[key] for _, key in own if key in lines}
+        own = {seed: name_of(cell, seed, how) for seed in how.seeds}
+        there = {seed: lines[name] for seed, name in own.items() if name in lines}
+        used |= {own[seed]: line for seed, line in there.items()}
         results = {seed: line["result"] for seed, line in there.items() if "result" in line}
-        before = _untuned(cell, lines, how)
-        compared = tuple(_compare(figure, list(results.values()), how, before) for figure in cell.figures)
+        # Of a tuned cell's runs at the defaults too, where there are some.
+        before = {} if how.tuned is None else runs_of(cell, lines, replace(how, tuned=None))
+        untuned = [line["result"] for line in before.values()]
+        compared = tuple(_compare(figure, list(results.values()), how, untuned) for figure in cell.figures)
         failures = tuple(f"seed {seed}: {line['failed']}" for seed, line in there.items() if "failed" in line)
         answers.append(Answer(cell, compared, tuple(results), failures))
     return View(get(name), how, tuple(answers), used)
 
 
-def _value(result: Mapping[str, Any], measure: Column, last: int) -> float | None:
-    if last > 1 and "last" in result:
-        return number(result["last"], dotted(measure))
-    return number(result, *measure.path)
-
-
-def _untuned(cell: Cell, lines: Mapping[str, Line], how: Protocol) -> list[Mapping[str, Any]]:
-    """Return the results of a cell's runs at the defaults, where the protocol's own runs are tuned ones."""
-    if how.tuned is None:
-        return []
-    names = [identity(settings_of(cell, seed, replace(how, tuned=None)), how.scale) for seed in how.seeds]
-    return [lines[name]["result"] for name in names if name in lines and "result" in lines[name]]
+def _values(results: Sequence[Mapping[str, Any]], measure: Column, last: int) -> list[float]:
+    """Return the figure of all results that have it, the last one or the average of the last ones."""
+    averaged = measure._replace(path=("last", dotted(measure)))
+    known: list[float] = []
+    for each in results:
+        known += (averaged if last > 1 and "last" in each else measure).values([each])
+    return known
 
 
 def _compare(
     figure: Figure,
     results: Sequence[Mapping[str, Any]],
     how: Protocol,
-    before: Sequence[Mapping[str, Any]] = (),
+    before: Sequence[Mapping[str, Any]],
 ) -> Compared:
     measure = MEASURES[figure.name]
-    old = [
-        value * measure.factor for value in (_value(each, measure, how.last) for each in before) if value is not None
-    ]
+    old, known = _values(before, measure, how.last), _values(results, measure, how.last)
     untuned = sum(old) / len(old) if old else None
-    values = [_value(result, measure, how.last) for result in results]
-    known = [value * measure.factor for value in values if value is not None]
     if not known:
         return Compared(figure, None, None, untuned, None, None, None, None, "")
     mean, half = interval(known)
-    averages = [_value(result, measure, LAST) for result in results if "last" in result and how.last == 1]
-    settled = [value * measure.factor for value in averages if value is not None]
+    settled = _values([each for each in results if "last" in each], measure, LAST) if how.last == 1 else []
     last = sum(settled) / len(settled) if len(settled) == len(known) else None
     sd = results[0]["classes"]["sd"] if figure.sd is not None and how.scale == "full" else None
     if how.scale == "smoke" or math.isnan(figure.value):

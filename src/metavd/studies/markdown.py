@@ -1,0 +1,16 @@
+"""Tables of pages, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[int] = (0,)) -> list[str]:
+    """Return the lines of a table; columns of `text` are words, on the left, the others numbers, on the right.
+
+    >>> markdown_table(["method", "", "MB"], [["fedavg", "", "1.3"]])
+    ['| method | | MB |', '|---|---:|---:|', '| fedavg |  | 1.3 |']
+    """
+    head = "|" + "".join(f" {each} |" if each else " |" for each in heads)
+    sides = "|" + "".join("---|" if place in text else "---:|" for place in range(len(heads)))
+    return [head, sides, *(f"| {' | '.join(row)} |" for row in rows)]
