@@ -511,6 +511,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "--set", "=3"], ["'=3'", "key=value"]),
     (["run", "fedavg", "--baseline", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["methods", "fedavgg"], ["'fedavgg'", "fedavg"]),
+    (["rnu"], ["there is no command 'rnu'; did you mean run"]),
     (["show", "missing"], ["missing", "--out"]),
     (["show", "folder"], ["folder", "--out"]),
     (["show"], ["DIR"]),

@@ -83,6 +83,8 @@ def test_the_page_of_the_repository_is_written_from_its_store() -> None:
         (["fedavg", "blah=3"], "no setting and no option of fedavg is called 'blah'"),
         (["fedavg", "--test-rows", "nope"], "test_rows is 'nope', but must be one of"),
         (["fedavgg"], "unknown method 'fedavgg'"),
+        (["fedavg", "reptile", "--data", "nope"], "There is no dataset 'nope'"),
+        (["fedavg", "--unknown", "nope"], "There is no dataset 'nope'"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_writes_nothing(words, sentence, tmp_path: Path, capsys) -> None:

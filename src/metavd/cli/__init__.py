@@ -53,6 +53,16 @@ class _Commands(click.Group):
         found.context_settings.setdefault("help_option_names", _HELP)
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is asked for, or say which one may have been meant."""
+        if args[0] not in _HOMES and not args[0].startswith("-"):
+            from ..schema import nearest  # noqa: PLC0415
+
+            raise UserError(f"there is no command {args[0]!r}; {nearest(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, which may be stopped by hand while it still imports; click would print an empty line first."""
         try:

@@ -56,7 +56,7 @@ def arena_command(
     seed = int(settings.pop("seed", 0))
     where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
     dealt = [part.strip() for part in protocols.split(",")]
-    _check(names, settings)
+    _check(names, settings, unknown)
     folder = tuned_folder(tuned=tuned, tuned_from=tuned_from)
     chosen = None if folder is None else later.studies_tuned.read(folder)
     wanted: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -76,14 +76,10 @@ def arena_command(
             wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share,
             until=until, look=look,
         ):  # fmt: skip
+            if isinstance(ended.error, later.data_source.SourceError):
+                raise ended.error  # all runs have the same data
             method, protocol, seed = ended.key
-            said: str = ended.end
-            if ended.line is not None and "result" in ended.line:
-                result = ended.line["result"]
-                said = f"{_share(result['test']['accuracy'])} test, {_share(result['unseen']['accuracy'])} unseen"
-            elif ended.error is not None:
-                said = f"{ended.end}: {ended.error}"
-            reporter.note(f"  {method}  {protocol}  seed {seed}  {said}")
+            reporter.note(f"  {method}  {protocol}  seed {seed}  {_said(ended)}")
     if page is not None:
         Path(page).write_text(later.studies_arena.page(Path(store)))
         click.echo(f"Written: {page}")
@@ -105,8 +101,18 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def _check(names: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Refuse what none of the methods knows; what only some know is for those."""
+def _said(ended: later.studies_many.Ended[Any]) -> str:
+    """Say what became of a run."""
+    if ended.line is not None and "result" in ended.line:
+        result = ended.line["result"]
+        return f"{_share(result['test']['accuracy'])} test, {_share(result['unseen']['accuracy'])} unseen"
+    return ended.end if ended.error is None else f"{ended.end}: {ended.error}"
+
+
+def _check(names: Sequence[str], settings: Mapping[str, Any], unknown: str | None) -> None:
+    """Refuse data that there are not and what none of the methods knows; what only some know is for those."""
+    for text in filter(None, (settings.get("data"), unknown)):
+        later.data_collection.parse(text)
     known = {key for name in names for key in methods.options_of(name)} | set(SETTINGS)
     for key in settings:
         if names and key not in known:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..data import described as data_described
     from ..data import formats as data_formats
     from ..data import partition as data_partition
+    from ..data import source as data_source
     from ..evaluate import conformal as evaluate_conformal
     from ..evaluate import figures as evaluate_figures
     from ..evaluate import metrics as evaluate_metrics
