@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from ..container import write_atomic
 from ..errors import UserError
 from ..report.pictures import RIGHT, logarithmic, looking_alike
+from ..studies.markdown import markdown_table
 from .scale import LARGE, MANY, RANKS
 from .workload import CURVES
 
@@ -82,10 +83,8 @@ def table(workload: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    heading, *rest = rows
-    line = "|---|" + "---:|" * (len(heading) - 1)
-    return "\n".join([f"| {' | '.join(heading)} |", line, *(f"| {' | '.join(row)} |" for row in rest)])
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    return markdown_table(rows[0], rows[1:])
 
 
 def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -165,7 +164,7 @@ def _scale_part(kind: str, points: Sequence[Mapping[str, Any]], commit: str | No
     about = _SCALE_TEXT_GPU if points[0].get("device") == "cuda" else _SCALE_TEXT
     text = f"{about[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
     failed = [f"\n{each['method']} failed: {each['error']}" for each in points if "error" in each]
-    return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", _markdown(scale_rows(kind, points)), *failed]
+    return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", *_markdown(scale_rows(kind, points)), *failed]
 
 
 def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -252,11 +251,11 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
             f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.{_of([workload], found['commit'])}",
             "",
         ]
-        lines += [_markdown(table(workload))]
+        lines += _markdown(table(workload))
         lines += [f"\n{each['name']} failed: {each['error']}" for each in workload["variants"] if "error" in each]
     if found["whole"]:
         text = _WHOLE_TEXT + _of(found["whole"], found["commit"])
-        lines += ["", "### Whole runs", "", text, "", _markdown(_whole_rows(found["whole"]))]
+        lines += ["", "### Whole runs", "", text, "", *_markdown(_whole_rows(found["whole"]))]
     if found["starts"]:
         times = ", ".join(f"`{each['command']}` {each['seconds']:.2f} s" for each in found["starts"])
         text = f"Until a command has answered, best of five, on {found['starts'][0]['machine']}: {times}."
@@ -266,7 +265,7 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
             lines += _scale_part(kind, found["scale"][kind], found["commit"])
     for name, points in found["curves"].items():
         text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
-        lines += ["", f"### {_AXES[name]}", "", text, "", _markdown(_curve_rows(name, points))]
+        lines += ["", f"### {_AXES[name]}", "", text, "", *_markdown(_curve_rows(name, points))]
     if figure is not None:
         lines += ["", f"![Seconds a round (logarithmic) and memory over what is varied.]({figure})"]
     return "\n".join(lines) + "\n"
