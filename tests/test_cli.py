@@ -521,6 +521,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["compare", "fedavg", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["compare", "fedavg", "--seeds", "0"], ["--seeds is 0, but must be a whole number from 1 to 1000"]),
     (["paper", "T8", "--minutes", "x"], ["--minutes is 'x', but must be a number above 0"]),
+    (["paper", "T8", "--minutes", "nan"], ["--minutes is 'nan', but must be a number above 0"]),
+    (["paper", "T8", "--minutes", "inf"], ["--minutes is 'inf', but must be a number above 0"]),
     (["paper", "T8", "--minutes", "0"], ["--minutes is 0.0, but must be a number above 0"]),
     (["tune", "fedavg", "--trials", "0"], ["--trials is 0, but must be a whole number from 1 on"]),
     (["predict", "run", "--data", "x", "--coverage", "x"], ["--coverage is 'x', but must be a number"]),

@@ -21,7 +21,7 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import UserError
 from . import later
-from .terminal import FILE, FOLDER, PLACE, Reporter
+from .terminal import FILE, FOLDER, PLACE, Finite, Reporter
 from .train import print_results
 
 _PORTS = click.IntRange(1, 65_535)
@@ -408,7 +408,7 @@ def link_command(
 @click.option("--no-train", is_flag=True, help="Be personalised and tested, but never trained with.")
 @click.option("--device", default="cpu", help="cpu or cuda.")
 @click.option("--partition-id", type=int, metavar="I", help="A share of the run's dataset in place of --data.")
-@click.option("--poll", type=click.FloatRange(0.05, 60), default=1.0, help="Seconds between two looks for messages.")
+@click.option("--poll", type=Finite(0.05, 60), default=1.0, help="Seconds between two looks for messages.")
 @click.option("--port", type=_PORTS, default=9094, help="Of this machine alone; every node on it needs its own.")
 @click.option("--insecure", is_flag=True, help="The server has neither TLS nor registered keys.")
 def node_command(

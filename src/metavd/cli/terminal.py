@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -23,6 +24,18 @@ from . import later
 
 if TYPE_CHECKING:
     from ..engine.rounds import Record
+
+
+class Finite(click.FloatRange):
+    """A number in a range, of which nan would else be one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read it."""
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return found
+
 
 FILE, FOLDER, PLACE = click.Path(dir_okay=False), click.Path(file_okay=False), click.Path()
 COUNT = click.IntRange(1, 1000)
@@ -261,7 +274,7 @@ def _until(_: click.Context, __: click.Parameter, value: float | None) -> float 
 
 
 _timed = click.option(
-    "--minutes", "until", type=click.FloatRange(0, min_open=True), callback=_until, metavar="M",
+    "--minutes", "until", type=Finite(0, min_open=True), callback=_until, metavar="M",
     help="Begin no run that would not be over M minutes from now, if it took as long as those before it.",
 )  # fmt: skip
 """What is left is for the same command another time."""
