@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from metavd.flower.follow import runs
-from metavd.flower.local import NAME, Local, federation
+from metavd.flower.local import NAME, LocalFederation, federation
 
 ROUNDS, NODES = 3, 3
 COMMON = "unseen=0 model=mlp width=512 local_epochs=1"
@@ -32,13 +32,13 @@ CASES = (
 )
 
 
-def counters(local: Local) -> tuple[int, int]:
+def counters(local: LocalFederation) -> tuple[int, int]:
     """Return bytes sent and received of the last run, as the SuperLink has counted them."""
     traffic = runs(local.environment, NAME, "--limit", "1")[0]["network-traffic"]
     return int(traffic["outbound-bytes"]), int(traffic["inbound-bytes"])
 
 
-def measure(local: Local, index: int, method: str, text: str, *, half: bool) -> dict[str, Any]:
+def measure(local: LocalFederation, index: int, method: str, text: str, *, half: bool) -> dict[str, Any]:
     """Run one line of the table."""
     out = local.folder / f"out-{index}"
     config = {

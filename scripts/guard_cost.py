@@ -24,7 +24,7 @@ from metavd import tree
 from metavd.core.types import Update
 from metavd.engine.ledger import Ledger
 from metavd.engine.machine import tuned
-from metavd.engine.rounds import Answers, Transport, rounds
+from metavd.engine.rounds import Returned, Transport, rounds
 from metavd.runs.provenance import provenance
 from metavd.runs.run import server_update, transport
 from metavd.runs.settings import Experiment, with_settings
@@ -40,7 +40,7 @@ METHODS = ("fedavg", "reptile+metavd")
 def by_message(plain: Transport, guard: Guard | None = None) -> Transport:
     """Return a transport whose answers are packed and unpacked; with a guard, checked and compared too."""
 
-    def collect(state: Any, now: Any) -> Answers:
+    def collect(state: Any, now: Any) -> Returned:
         found = plain.collect(state, now)
         assert found.update is not None
         return found._replace(update=_read(guard, found.update, now.done + 1))

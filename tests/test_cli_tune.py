@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from metavd.cli.tune import Bar
+from metavd.cli.tune import StudyBar
 from metavd.runs.settings import Experiment
 from metavd.studies.plan import plan
 
@@ -106,7 +106,7 @@ def test_without_optuna_tune_says_what_to_install(metavd, tmp_path, monkeypatch)
 def test_a_terminal_has_a_bar():
     """On a terminal, a bar shows the trial in work; lines stay for those that ended."""
     screen = io.StringIO()
-    bar = Bar()
+    bar = StudyBar()
     bar.err = Console(file=screen, force_terminal=True, width=150, highlight=False)
     bar.start(plan(Experiment(method="fedavg")), 10, 3, 5)
     bar.step(3, 4, 1.5)

@@ -30,7 +30,7 @@ from metavd.bench.measure import (
     with_ratios,
 )
 from metavd.bench.scale import Point, told
-from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Order, training_flops
+from metavd.bench.workload import PAPER, PAPER_100, TINY, WORKLOADS, Assignment, training_flops
 from metavd.cli import main
 from metavd.errors import UserError
 from metavd.runs.run import run
@@ -39,8 +39,8 @@ SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
 PEAKS = {"float32": 1e9, "tf32": 4e9}
 
 
-def order(rounds: int = 2) -> Order:
-    return Order(SMALL, "cpu", (10,) * 6, ((0, 1, 2, 3),), first=1, warm_up=1, rounds=rounds, budget=1.0)
+def order(rounds: int = 2) -> Assignment:
+    return Assignment(SMALL, "cpu", (10,) * 6, ((0, 1, 2, 3),), first=1, warm_up=1, rounds=rounds, budget=1.0)
 
 
 def answer(*seconds: float, **more: object) -> dict[str, object]:
@@ -150,7 +150,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[str]:
     """Let nothing be measured: ours takes a second, one breaks, the others take two, or what is said."""
     asked: list[str] = []
 
-    def called(variant: Variant, told: Order) -> dict[str, object]:
+    def called(variant: Variant, told: Assignment) -> dict[str, object]:
         asked.append(f"{told.work.name}: {variant.name}")
         took = {"metavd": 1.0, **seconds}.get(variant.name, 2.0)
         return {"error": "broken"} if variant.name == "loop" else answer(*[took] * told.rounds)

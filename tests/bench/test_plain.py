@@ -10,7 +10,7 @@ import torch
 from metavd.bench import plain
 from metavd.bench.ours import dealt, setup_of
 from metavd.bench.plain import average, clients_of, crop_and_flip, images, network, one_process, several_processes
-from metavd.bench.workload import CIFAR, PAPER, TINY, Order, Workload
+from metavd.bench.workload import CIFAR, PAPER, TINY, Assignment, Workload
 from metavd.models.cnn import cnn
 from metavd.models.mlp import mlp
 from metavd.runs.run import rounds_of
@@ -19,9 +19,9 @@ from metavd.runs.setup import start
 SMALL = replace(TINY, clients=6, rows=60, cohort=4, batch=10, width=8)
 
 
-def order_of(work: Workload, **more: object) -> Order:
+def order_of(work: Workload, **more: object) -> Assignment:
     sizes, cohorts = dealt(work, 3)
-    return replace(Order(work, "cpu", sizes, cohorts, first=0, warm_up=0, rounds=2, budget=9.0), **more)
+    return replace(Assignment(work, "cpu", sizes, cohorts, first=0, warm_up=0, rounds=2, budget=9.0), **more)
 
 
 @pytest.mark.parametrize(("work", "ours"), [(CIFAR, cnn), (TINY, mlp)])

@@ -17,7 +17,7 @@ from metavd.bench.workload import (
     PAPER,
     TINY,
     WORKLOADS,
-    Order,
+    Assignment,
     curve,
     from_json,
     layer_flops,
@@ -39,9 +39,9 @@ def test_the_formula_counts_what_torch_counts(work):
     assert out.shape == (rows, work.classes)
 
 
-def make_order(**changes: object) -> Order:
+def make_order(**changes: object) -> Assignment:
     values = {"sizes": (5, 1, 2), "cohorts": ((0, 1), (1, 2)), "first": 1, "warm_up": 1, "rounds": 3, "budget": 9.0}
-    return Order(**{"work": PAPER, "device": "cpu", **values, **changes})  # type: ignore[arg-type]
+    return Assignment(**{"work": PAPER, "device": "cpu", **values, **changes})  # type: ignore[arg-type]
 
 
 def test_an_order_survives_the_way_to_another_process():

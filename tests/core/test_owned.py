@@ -12,7 +12,7 @@ import metavd
 from metavd.core import owned
 from metavd.core.emit import EMBEDDING
 from metavd.engine.checkpoint import state_hash
-from metavd.engine.kept import Table
+from metavd.engine.kept import KeptTable
 from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.runs.evaluation import evaluate
 from metavd.runs.run import rounds_of
@@ -48,14 +48,14 @@ def test_a_round_touches_the_rows_of_its_cohort_alone(monkeypatch: pytest.Monkey
     """Law, counted: no round and no evaluation of known clients reads a row that it does not need."""
     monkeypatch.setattr(owned, "MANY", 5)
     read: list[int] = []
-    rows = Table.rows
+    rows = KeptTable.rows
 
-    def counted(self: Table, clients: Any) -> Any:
+    def counted(self: KeptTable, clients: Any) -> Any:
         read.append(len(clients))
         return rows(self, clients)
 
-    monkeypatch.setattr(Table, "rows", counted)
-    monkeypatch.setattr(Table, "everyone", lambda _: pytest.fail("all rows were read"))
+    monkeypatch.setattr(KeptTable, "rows", counted)
+    monkeypatch.setattr(KeptTable, "everyone", lambda _: pytest.fail("all rows were read"))
     setup = prepare(spec(unseen=0, final_clients=2, eval_clients=2))
     first = start(setup)
     last = first

@@ -16,10 +16,10 @@ from metavd.data.cohort import (
     TEST,
     TRAIN,
     arriving,
+    batch_positions,
     batches,
     choose,
     pad,
-    plan,
     pool,
     probabilities,
 )
@@ -96,14 +96,14 @@ def test_tags_of_keys_differ() -> None:
     assert len({int(rng.fold(KEY, tag, 0, 0)) for tag in (TRAIN, PERSONAL, TEST, COHORT, AVAILABLE, LOST)}) == 6
 
 
-# --- plan ------------------------------------------------------------------------------------------------------------
+# --- batch_positions -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 64, 65])
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_passes_show_every_row_once(count: int, epochs: int) -> None:
     """Law: each pass is a permutation, cut into batches of which only the last may be short; passes differ."""
-    found = plan(Sampling(8, epochs), count, KEY)
+    found = batch_positions(Sampling(8, epochs), count, KEY)
     per_pass = -(-count // 8)
     assert len(found) == epochs * per_pass
     for epoch in range(epochs):
@@ -116,22 +116,22 @@ def test_passes_show_every_row_once(count: int, epochs: int) -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (5, 5), (20, 8)])
 def test_exact_number_of_steps(count: int, size: int) -> None:
-    found = plan(Sampling(8, steps=4), count, KEY)
+    found = batch_positions(Sampling(8, steps=4), count, KEY)
     assert [len(batch) for batch in found] == [size] * 4
     for batch in found:
         assert len(set(batch.tolist())) == size
-    assert plan(Sampling(8, steps=0), count, KEY) == []
+    assert batch_positions(Sampling(8, steps=0), count, KEY) == []
 
 
 def test_full_batches_hold_every_row() -> None:
-    found = plan(Sampling(0, steps=2, full=True), 11, KEY)
+    found = batch_positions(Sampling(0, steps=2, full=True), 11, KEY)
     assert [sorted(batch.tolist()) for batch in found] == [list(range(11))] * 2
 
 
 @pytest.mark.parametrize("count", [3, 4, 8, 23, 24, 25, 100])
 def test_batches_of_one_meta_step_are_disjoint(count: int) -> None:
     """Law: support and query share no row while the client has a row for each; the step is three equal batches."""
-    found = plan(Sampling(8, 2, group=3), count, KEY)
+    found = batch_positions(Sampling(8, 2, group=3), count, KEY)
     assert len(found) % 3 == 0
     for step in range(0, len(found), 3):
         rows = torch.cat(found[step : step + 3]).tolist()
@@ -142,14 +142,14 @@ def test_batches_of_one_meta_step_are_disjoint(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_tiny_clients_repeat_rows_in_a_meta_step(count: int) -> None:
-    found = plan(Sampling(8, group=3), count, KEY)
+    found = batch_positions(Sampling(8, group=3), count, KEY)
     assert [len(batch) for batch in found] == [1, 1, 1]
     assert {int(batch) for batch in found} == set(range(count))
 
 
 def test_independent_meta_batches_are_drawn_from_all_rows() -> None:
     """The released code's rule: every batch is a fresh draw of min(batch, count) rows."""
-    found = plan(Sampling(8, group=3, independent=True), 20, KEY)
+    found = batch_positions(Sampling(8, group=3, independent=True), 20, KEY)
     assert len(found) == 3
     assert all(len(set(batch.tolist())) == 8 for batch in found)
     assert len(set(torch.cat(found).tolist())) < 24
@@ -157,7 +157,7 @@ def test_independent_meta_batches_are_drawn_from_all_rows() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, group=3), Sampling(8, steps=2), Sampling(0, full=True)])
 def test_no_rows_no_batches(sampling: Sampling) -> None:
-    assert plan(sampling, 0, KEY) == []
+    assert batch_positions(sampling, 0, KEY) == []
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------

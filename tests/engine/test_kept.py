@@ -36,7 +36,7 @@ def rows(*values: float) -> Params:
     return {name: torch.stack([torch.full_like(like, each) for each in values]) for name, like in LIKE.items()}
 
 
-def numbers(table: module.Table, clients: list[int]) -> list[float]:
+def numbers(table: module.KeptTable, clients: list[int]) -> list[float]:
     found = table.rows(clients)
     assert found["a"].shape == (len(clients), 2, 3)
     assert torch.equal(found["a"][:, 0, 0], found["b"][:, 0])
@@ -66,7 +66,7 @@ def test_versions_that_nobody_holds_are_forgotten() -> None:
     for step in range(50):
         table = table.put([step % 4], rows(float(step)))
     gc.collect()
-    alive = [each for each in gc.get_objects() if isinstance(each, module.Table) and each.storage is table.storage]
+    alive = [each for each in gc.get_objects() if isinstance(each, module.KeptTable) and each.storage is table.storage]
     assert alive == [table]
 
 
@@ -285,7 +285,7 @@ def test_ranks_of_a_host_share_one_file_which_the_first_writes() -> None:
     """Law: both have the same rows at every version, and only one of them wrote; the file has no name any more."""
     barrier, said = threading.Barrier(2), {}
 
-    def rank(number: int) -> list[module.Table]:
+    def rank(number: int) -> list[module.KeptTable]:
         def tell(path: str | None) -> str:
             barrier.wait(60)
             said.update({} if path is None else {"path": path})

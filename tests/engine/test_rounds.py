@@ -28,7 +28,7 @@ from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.cohorts import in_process
 from metavd.engine.evaluation import answers
-from metavd.engine.rounds import Answers, Record, rounds
+from metavd.engine.rounds import Record, Returned, rounds
 from metavd.engine.schedule import Map, Schedule
 from metavd.engine.schedule.loop import loop, turns
 from metavd.engine.schedule.threads import threads
@@ -243,7 +243,7 @@ def test_rounds_under_way_are_the_same_rounds(ahead: int, ordinary: Pool) -> Non
     algorithm = build("reptile+metavd", ordinary)
     begun: list[int] = []
 
-    def counted(state: ServerState, now: Moment) -> Answers:
+    def counted(state: ServerState, now: Moment) -> Returned:
         begun.append(now.done)
         return here.collect(state, now)
 

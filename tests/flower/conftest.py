@@ -19,7 +19,7 @@ _BEGAN = time.monotonic()
 def federate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Give the function that runs a federation of digits in this process."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
-    from metavd.flower.config import plan
+    from metavd.flower.config import run_config
     from metavd.flower.server import run
 
     from .support.grid import SMALL
@@ -27,7 +27,7 @@ def federate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., d
     common = {"data": "digits", "clients": 3, "rounds": 2, "out": str(tmp_path / "run"), "set": SMALL, "poll": 0.01}
 
     def call(grid: Any, **config: Any) -> dict[str, Any]:
-        return run(grid, plan(common | config))
+        return run(grid, run_config(common | config))
 
     return call
 

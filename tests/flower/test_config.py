@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metavd.errors import UserError
-from metavd.flower.config import KEYS, Plan, app_toml, plan
+from metavd.flower.config import KEYS, RunConfig, app_toml, run_config
 
 
 def test_the_app_lists_every_key_and_holds_no_code():
@@ -17,7 +17,7 @@ def test_the_app_lists_every_key_and_holds_no_code():
     assert set(app["config"]) == set(KEYS)
     assert app["config"]["rounds"] == 7
     assert app["components"] == {"serverapp": "metavd.flower.server:app", "clientapp": "metavd.flower.client:app"}
-    assert [key.replace("-", "_") for key in KEYS] == [field.name for field in fields(Plan)]
+    assert [key.replace("-", "_") for key in KEYS] == [field.name for field in fields(RunConfig)]
 
 
 def test_the_documentation_has_every_key_as_it_is():
@@ -29,10 +29,10 @@ def test_the_documentation_has_every_key_as_it_is():
 
 
 def test_defaults_are_a_sound_plan():
-    default = plan({})
+    default = run_config({})
     assert (default.needed(3), default.asked(3)) == (2, 3)
-    assert plan({"quorum": 2, "cohort": 0.5}).needed(9) == 2
-    assert plan({"cohort": 0.5}).asked(3) == 2
+    assert run_config({"quorum": 2, "cohort": 0.5}).needed(9) == 2
+    assert run_config({"cohort": 0.5}).asked(3) == 2
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_defaults_are_a_sound_plan():
 )
 def test_what_is_wrong_is_said(config, sentence):
     with pytest.raises(UserError, match=sentence):
-        plan(config)
+        run_config(config)

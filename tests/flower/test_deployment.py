@@ -19,7 +19,7 @@ import metavd
 from metavd.core.accountant import Mechanism
 from metavd.engine.checkpoint import load_checkpoint
 from metavd.flower import security
-from metavd.flower.local import Local, federation
+from metavd.flower.local import LocalFederation, federation
 from metavd.flower.registry import load
 from metavd.flower.server import RELEASES
 from metavd.runs.store import Store
@@ -32,7 +32,7 @@ SMALL = "unseen=0 model=mlp width=8 local_epochs=1"
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     """A SuperLink and three nodes. They look for messages so rarely because looking is most of what they do."""
     with federation(tmp_path_factory.mktemp("federation"), poll=0.25) as found:
         found.link()
@@ -51,7 +51,7 @@ def config(folder: Path, method: str, text: str, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def until(holds: Callable[[], bool], local: Local, name: str) -> None:
+def until(holds: Callable[[], bool], local: LocalFederation, name: str) -> None:
     """Wait until something holds."""
     ends = time.monotonic() + PATIENCE
     while not holds():
@@ -109,13 +109,13 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def strangers(local: Local) -> dict[str, subprocess.Popen[bytes]]:
+def strangers(local: LocalFederation) -> dict[str, subprocess.Popen[bytes]]:
     """A node without a registered key, one without TLS, one that trusts another authority, started together."""
     other = local.folder / "another authority"
     security.certificates(other, ["127.0.0.1"])
     found = {}
     for who in REFUSED:
-        own = Local(local.folder, secure=who != "plaintext", warm=False, port=local.port, mark=local.mark)
+        own = LocalFederation(local.folder, secure=who != "plaintext", warm=False, port=local.port, mark=local.mark)
         extra = ["--root-certificates", str(other / security.CA)] if who == "wrong certificate" else []
         found[who] = own.node(who, {"partition-id": 0}, "--max-retries", "1", *extra)
     return found

@@ -29,21 +29,21 @@ from metavd.cli import main
 from metavd.flower import apps, compat, security
 from metavd.flower.config import FederationError, app_toml
 from metavd.flower.link import BODY, FLEET, Door, Turnstile, owner
-from metavd.flower.local import HOST, Local, federation
+from metavd.flower.local import HOST, LocalFederation, federation
 
 MB = 1 << 20
 ACTIVATE = f"{FLEET}activate-node"
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     with federation(tmp_path_factory.mktemp("door")) as found:
         found.link()
         found.register(["anna"])
         yield found
 
 
-def connect(local: Local) -> ssl.SSLSocket:
+def connect(local: LocalFederation) -> ssl.SSLSocket:
     plain = socket.create_connection((HOST, local.port), timeout=60)
     return ssl.create_default_context(cafile=str(local.authority)).wrap_socket(plain, server_hostname=HOST)
 
@@ -54,7 +54,7 @@ def head(path: str, length: int | None, **headers: str) -> bytes:
     return f"POST {path} HTTP/1.1\r\n{''.join(f'{a}: {b}{chr(13)}{chr(10)}' for a, b in lines.items())}\r\n".encode()
 
 
-def post(local: Local, path: str, length: int | None, body: bytes = b"", **headers: str) -> str:
+def post(local: LocalFederation, path: str, length: int | None, body: bytes = b"", **headers: str) -> str:
     """Send a request whose body is `length` bytes, as far as the server takes them, and return the answer."""
     with connect(local) as line:
         line.sendall(head(path, length, **headers) + body)
@@ -70,13 +70,13 @@ def post(local: Local, path: str, length: int | None, body: bytes = b"", **heade
         return found.decode(errors="replace")
 
 
-def resident(local: Local) -> float:
+def resident(local: LocalFederation) -> float:
     """Return the MB that the SuperLink holds."""
     lines = Path(f"/proc/{local.processes['superlink'].pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 
-def signed(local: Local, name: str, ahead: float = 0.0) -> tuple[dict[str, str], bytes]:
+def signed(local: LocalFederation, name: str, ahead: float = 0.0) -> tuple[dict[str, str], bytes]:
     """Return the headers and the body with which a node asks to be let in, by a clock that is so many seconds ahead."""
     private: Any = load_ssh_private_key(local.key(name).read_bytes(), None)
     key = public_key_to_bytes(private.public_key())

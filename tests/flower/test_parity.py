@@ -10,7 +10,7 @@ import pytest
 import metavd
 from cheap import cheap
 from metavd import methods
-from metavd.flower.config import FederationError, plan
+from metavd.flower.config import FederationError, run_config
 from metavd.flower.rehearse import rehearse
 
 from .support.grid import SMALL, FakeGrid, shares
@@ -73,12 +73,12 @@ def test_a_rule_of_aggregation_is_the_simulators(federate, rule):
     result = federate(FakeGrid(shares(3)), method="reptile+metavd", set=text)
     assert result["model_sha256"] == simulated("reptile+metavd", text)["model_sha256"]
     with pytest.raises(FederationError, match=r"attack=sign-flip:0\.5, but it makes simulated clients lie"):
-        plan({"set": "attack=sign-flip:0.5"})
+        run_config({"set": "attack=sign-flip:0.5"})
 
 
 def test_fedbe_says_what_it_needs_and_runs_with_it(federate, tmp_path: Path):
     with pytest.raises(FederationError, match="name rows of the server's own with server-data"):
-        plan({"method": "fedbe"})
+        run_config({"method": "fedbe"})
     plain = federate(FakeGrid(shares(3)), method="fedavg", out=str(tmp_path / "plain"))
     result = federate(FakeGrid(shares(3)), method="fedbe", set=f"{SMALL} distill_steps=4", **{"server-data": "digits"})
     assert result["trained_rounds"] == 2
@@ -87,7 +87,7 @@ def test_fedbe_says_what_it_needs_and_runs_with_it(federate, tmp_path: Path):
 
 def test_methods_that_need_others_rows_are_refused():
     with pytest.raises(FederationError, match="extra_points is 40, but it gives a client rows of other clients"):
-        plan({"method": "pfedgp", "set": "extra_points=40"})
+        run_config({"method": "pfedgp", "set": "extra_points=40"})
 
 
 def test_a_share_of_the_clients_is_asked_as_in_the_simulator(federate, tmp_path: Path):

@@ -15,7 +15,7 @@ from metavd import wire
 from metavd.data.source import digits
 from metavd.engine.task import client_task
 from metavd.flower import policy, site
-from metavd.flower.config import FederationError, experiment_of, plan
+from metavd.flower.config import FederationError, experiment_of, run_config
 from metavd.flower.message import Order, payload, spec, write_order
 from metavd.tree import Params
 
@@ -102,7 +102,7 @@ def recovered(folder: Path, config: dict[str, object], text: str = FULL, attack:
     """Return how many rows a server gets from one answer of a site, of how many, and what the site said instead."""
     node = {"data": own_rows(folder), "name": "north", "state": str(folder / "state"), **config}
     takes, classes = site.agree({"north": site.look(node)})
-    e = experiment_of(plan({"method": "fedavg", "set": text}), takes, 1, {}, "x")
+    e = experiment_of(run_config({"method": "fedavg", "set": text}), takes, 1, {}, "x")
     task = client_task(e, takes)
     craft, read = attack
     sent = craft(task.algorithm.server.init(torch.tensor(0)).params)

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from metavd.cli import main
 from metavd.flower import security
 from metavd.flower.config import FederationError
-from metavd.flower.registry import Member, Registry, load, rekeyed, save
+from metavd.flower.registry import Member, Roster, load, rekeyed, save
 from metavd.flower.warm import insisting
 
 
@@ -130,7 +130,7 @@ def test_a_node_that_is_not_let_in_insists_for_a_while(monkeypatch):
 
 
 def test_a_client_with_a_new_key_keeps_its_number(tmp_path):
-    registry = Registry((Member(0, "key 1", "north", True, 0), Member(1, "key 2", "south", True, 0)))
+    registry = Roster((Member(0, "key 1", "north", True, 0), Member(1, "key 2", "south", True, 0)))
     (tmp_path / "run").mkdir()
     save(tmp_path / "run" / "registry.json", registry)
     public = security.node_key(tmp_path / "new")

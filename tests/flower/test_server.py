@@ -15,7 +15,7 @@ from flwr.app import Message, MessageType
 from metavd.core.emit import EMBEDDING, hypernetwork
 from metavd.core.types import ServerState
 from metavd.engine import checkpoint
-from metavd.flower.config import FederationError, plan
+from metavd.flower.config import FederationError, run_config
 from metavd.flower.message import payload, read_order, write_reply
 from metavd.flower.registry import GUESTS, load, widened
 from metavd.flower.server import run
@@ -223,7 +223,7 @@ def without_client_1(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     config = {"data": "digits", "clients": 3, "rounds": 4, "set": SMALL, "method": "fedavg", "round-timeout": 1}
     folder = tmp_path_factory.mktemp("without") / "run"
-    return run(FakeGrid(shares(3), tamper=absent), plan(config | {"out": str(folder)}))["model_sha256"]
+    return run(FakeGrid(shares(3), tamper=absent), run_config(config | {"out": str(folder)}))["model_sha256"]
 
 
 @pytest.mark.parametrize("spoil", ["truncated", "round", "records", "rows"])

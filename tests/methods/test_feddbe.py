@@ -73,7 +73,7 @@ def client(net: Model) -> Params:
 def test_the_pull_and_what_is_tracked(net: Model, make_batch, pad: int | None, momentum: float) -> None:
     """Closed form: two steps without a rate, so that features stay: running mean, pull and the mean that is sent."""
     bias, params = dbe.Bias("fc2", 1.0), client(net)
-    pull = dbe.pull(net, bias, 7.0, momentum)
+    pull = dbe.towards(net, bias, 7.0, momentum)
     sampling = Sampling(5, 2)
     stage = dbe.tracking(sgd(pull, lr=0.0, only=dbe.trained), net, sampling, momentum)
     batches: list[Batch] = [make_batch(rows, seed=seed, pad=pad, size=8.0, round=1.0)

@@ -81,6 +81,6 @@ def test_what_a_number_on_the_device_points_to() -> None:
     """Parity with indexing, for tensors of several types and sizes."""
     values = [normal(4, 300), torch.arange(4 * 7, device=DEVICE).reshape(4, 7), normal(4, 2, 1)]
     for number in range(4):
-        for found in (step_kernels.pull, step.nth):
+        for found in (step_kernels.gathered, step.nth):
             taken = found(values, torch.tensor([number], device=DEVICE))
             assert all(torch.equal(one, value[number]) for one, value in zip(taken, values, strict=True))

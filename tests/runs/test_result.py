@@ -19,7 +19,7 @@ from metavd.engine.rounds import Silent
 from metavd.errors import SpecError, UserError
 from metavd.evaluate.diagnose import diverged
 from metavd.models import module_for
-from metavd.runs.result import Rows
+from metavd.runs.result import RowList
 from metavd.runs.run import run
 from metavd.runs.setup import prepare, start
 from metavd.runs.store import Store, StoreError
@@ -88,7 +88,7 @@ def test_a_table_shows_itself(result: Any) -> None:
     assert text.count("<tr>") == 1 + len(result.clients)
     assert "<th>accuracy</th>" in text
     assert "<th>loss</th>" in result.history._repr_html_()
-    many = Rows({"name": f"<b>{i}", "figure": i / 3, "gap": None} for i in range(40))._repr_html_()
+    many = RowList({"name": f"<b>{i}", "figure": i / 3, "gap": None} for i in range(40))._repr_html_()
     assert many.startswith("<table><tr><th>name</th><th>figure</th><th>gap</th></tr><tr><td>&lt;b&gt;0</td><td>0</td>")
     assert many.endswith("<td>9.667</td><td></td></tr></table><p>10 more rows</p>")
 

@@ -15,7 +15,7 @@ from metavd.core import rng
 from metavd.data.cohort import sampled
 from metavd.errors import UserError
 from metavd.evaluate.metrics import intervals
-from metavd.flower.config import plan
+from metavd.flower.config import run_config
 from metavd.report.page import write_report
 from metavd.runs import evaluation as module
 from metavd.runs.evaluation import evaluate, whom
@@ -127,4 +127,4 @@ def test_wrong_numbers_are_refused_in_one_sentence(name: str, capsys: pytest.Cap
         assert f"{name} is" in (told := capsys.readouterr().err)
         assert says in told
     with pytest.raises(UserError, match=f"set has {name}=3, but every site tests its own model"):
-        plan({"set": f"{name}=3"})
+        run_config({"set": f"{name}=3"})

@@ -30,7 +30,7 @@ from metavd.runs.run import run
 from metavd.serve import export
 from metavd.serve import model as use
 from metavd.serve.model import Personal
-from metavd.serve.personal import Trained, open_run, personalize, personalize_each
+from metavd.serve.personal import TrainedRun, open_run, personalize, personalize_each
 from metavd.serve.samples import samples
 
 TINY = {
@@ -56,7 +56,7 @@ METHODS = {
     "reptile+snip": {},
     "pfedgp": {"extra_points": 2},
 }
-Runs = Callable[[str], Trained]
+Runs = Callable[[str], TrainedRun]
 
 
 def settings_of(method: str) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def settings_of(method: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Train each method once."""
-    held: dict[str, Trained] = {}
+    held: dict[str, TrainedRun] = {}
 
-    def get(method: str) -> Trained:
+    def get(method: str) -> TrainedRun:
         if method not in held:
             folder = tmp_path_factory.mktemp("run")
             run(method=method, out=folder / "run", **settings_of(method))
@@ -82,18 +82,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return get
 
 
-def evaluated(trained: Trained, client: int) -> ClientResult:
+def evaluated(trained: TrainedRun, client: int) -> ClientResult:
     setup = trained.setup
     ((result, _),) = answers(setup.algorithm, setup.pool, trained.state, [client], loop.map)
     return result
 
 
-def rows_of(trained: Trained, client: int) -> np.ndarray:
+def rows_of(trained: TrainedRun, client: int) -> np.ndarray:
     federation = trained.setup.pool.federation
     return federation.source.x[federation.test[client]]
 
 
-def assert_same(own: Personal, trained: Trained, client: int) -> None:
+def assert_same(own: Personal, trained: TrainedRun, client: int) -> None:
     said, result = own.predict(rows_of(trained, client)), evaluated(trained, client)
     assert len(result.y) > turn.ROWS or client == 0, "more rows than are answered at once"
     np.testing.assert_array_equal(said.probs, result.probs)
@@ -231,7 +231,7 @@ def test_images_are_brought_to_the_models_size(runs: Runs) -> None:
 
 
 @pytest.fixture(scope="module")
-def features(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Source]:
+def features(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainedRun, Source]:
     """A run on arrays handed over in Python."""
     x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     source = arrays(x, (x.sum(1) > 0).astype(int), name="mine")
@@ -240,7 +240,7 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Source]
     return open_run(folder, trained_on=source), source
 
 
-def test_features_of_another_width_are_refused(features: tuple[Trained, Source]) -> None:
+def test_features_of_another_width_are_refused(features: tuple[TrainedRun, Source]) -> None:
     """Nothing is cut or filled up; a number that is not finite is named by its row."""
     own = personalize(features[0])
     assert own.predict(np.zeros((2, 3))).probs.shape == (2, 2)
@@ -326,7 +326,7 @@ def test_what_stands_beside_the_rows_must_fit(runs: Runs, tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def two(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run on two datasets with different looks, and with unseen clients."""
     x, y = digits().x, digits().y
     sources = [replace(digits(), name="one"), arrays(255 - x[:600] * 15, y[:600] % 3, name="two")]
@@ -335,7 +335,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return open_run(folder, trained_on=sources)
 
 
-def test_a_domain_gives_labels_and_looks(two: Trained) -> None:
+def test_a_domain_gives_labels_and_looks(two: TrainedRun) -> None:
     """Rows of the second dataset: its normalisation, its place under the common head; as evaluation has it."""
     federation = two.setup.pool.federation
     source = federation.source
@@ -354,7 +354,7 @@ def test_a_domain_gives_labels_and_looks(two: Trained) -> None:
     assert not np.allclose(other.probs, said.probs, atol=1e-3)
 
 
-def test_onnx_has_the_looks_of_one_domain(two: Trained) -> None:
+def test_onnx_has_the_looks_of_one_domain(two: TrainedRun) -> None:
     """The graph normalises as the chosen dataset was, for any number of rows."""
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -364,7 +364,7 @@ def test_onnx_has_the_looks_of_one_domain(two: Trained) -> None:
     np.testing.assert_allclose(session.run(None, {"x": x.astype(np.float32)})[0], own.predict(x).probs, atol=1e-5)
 
 
-def test_a_domain_must_be_named(two: Trained, runs: Runs) -> None:
+def test_a_domain_must_be_named(two: TrainedRun, runs: Runs) -> None:
     own = personalize(two, client=0)
     with pytest.raises(UserError, match="domain is not given, but must be one of one, two"):
         own.predict(digits().x[:2])
@@ -406,7 +406,7 @@ def test_a_damaged_state_is_not_replaced_by_an_older_one(tmp_path: Path) -> None
     assert "is not finished; its state of round 2 is used" in notes[-1]
 
 
-def test_a_run_is_used_only_with_its_own_data_and_network(features: tuple[Trained, Source], tmp_path: Path) -> None:
+def test_a_run_is_used_only_with_its_own_data_and_network(features: tuple[TrainedRun, Source], tmp_path: Path) -> None:
     """Data and networks from Python are asked for by name; others than the run's are refused."""
     trained, source = features
     with pytest.raises(UserError, match=r"'mine', which is no dataset's name .* pass them as trained_on="):

@@ -14,11 +14,11 @@ from metavd.errors import UserError
 from metavd.evaluate.conformal import calibrate
 from metavd.runs.run import run
 from metavd.serve.model import Personal
-from metavd.serve.personal import Trained, open_run, personalize
+from metavd.serve.personal import TrainedRun, open_run, personalize
 from metavd.serve.sets import calibrated
 
 
-def trained(folder: Path, **settings: Any) -> Trained:
+def trained(folder: Path, **settings: Any) -> TrainedRun:
     """A small run whose clients keep a third of their rows for validation."""
     source = settings.get("source")
     run(method="fedavg", clients=3, unseen=1, cohort=3, rounds=1, width=8, partition="iid", device="cpu", out=folder,

@@ -15,21 +15,21 @@ from metavd.data.source import arrays, digits
 from metavd.errors import UserError
 from metavd.evaluate.conformal import crossed
 from metavd.runs.run import run
-from metavd.serve.personal import Trained, open_run, personalize
+from metavd.serve.personal import TrainedRun, open_run, personalize
 from metavd.serve.trust import trust
 
 FOREIGN = np.random.RandomState(0).randint(0, 256, (40, 28, 28)).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     folder = tmp_path_factory.mktemp("trust") / "run"
     run(method="reptile", clients=3, unseen=1, cohort=3, rounds=3, width=8, partition="iid", device="cpu", out=folder,
         local_epochs=1)  # fmt: skip
     return open_run(folder)
 
 
-def test_unknown_inputs_are_told_as_client_by_client(opened: Trained) -> None:
+def test_unknown_inputs_are_told_as_client_by_client(opened: TrainedRun) -> None:
     """Parity: every client's own model answers both kinds of rows by itself; scikit-learn takes AUROC and the curve."""
     found = trust(opened, unknown=(FOREIGN, None), rows=25)
     assert found["unknown"]["rows"] == 25
@@ -55,7 +55,7 @@ def _fit(x: np.ndarray) -> np.ndarray:
     return resize(x[:, None], 1, *digits().x.shape[2:])
 
 
-def test_sets_are_measured_on_every_client_s_test_rows(opened: Trained) -> None:
+def test_sets_are_measured_on_every_client_s_test_rows(opened: TrainedRun) -> None:
     """Parity: coverage and size are those of the clients' answers, halved client by client."""
     said: list[str] = []
     found = trust(opened, coverage=0.8, note=said.append)["sets"]
@@ -73,7 +73,7 @@ def test_sets_are_measured_on_every_client_s_test_rows(opened: Trained) -> None:
     assert said == []
 
 
-def test_the_same_dataset_is_hardly_unknown(opened: Trained) -> None:
+def test_the_same_dataset_is_hardly_unknown(opened: TrainedRun) -> None:
     """Other rows of the same kind pass for known: AUROC near a half, far from what noise gives."""
     federation = opened.setup.pool.federation
     rows = np.concatenate(federation.test[:3])
@@ -82,7 +82,7 @@ def test_the_same_dataset_is_hardly_unknown(opened: Trained) -> None:
     assert found["unknown"]["data"] == "same"
 
 
-def test_the_command_prints_and_keeps_it(opened: Trained, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_prints_and_keeps_it(opened: TrainedRun, tmp_path: Path, capsys: Any) -> None:
     np.savez(tmp_path / "noise.npz", x=FOREIGN, y=np.arange(40) % 2)
     out = tmp_path / "trust.json"
     main(["trust", str(opened.folder), "--unknown", f"npz:{tmp_path / 'noise.npz'}", "--out", str(out),
@@ -104,6 +104,6 @@ def test_the_command_prints_and_keeps_it(opened: Trained, tmp_path: Path, capsys
         ({"unknown": (FOREIGN.astype(float), None)}, "the model was trained on uint8"),
     ],
 )
-def test_wrong_input_is_one_sentence(opened: Trained, how: dict[str, Any], sentence: str) -> None:
+def test_wrong_input_is_one_sentence(opened: TrainedRun, how: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         trust(opened, **how)

@@ -15,7 +15,7 @@ import pytest
 from metavd import methods
 from metavd.errors import SpecError
 from metavd.runs.settings import FROM_DATA, Experiment, resolve, with_settings
-from metavd.studies.paper.tables import MEASURES, Cell, Figure, cells, extras, get, tables
+from metavd.studies.paper.tables import MEASURES, Cell, PaperFigure, cells, extras, get, tables
 
 SPEC = Path(__file__).parents[3] / "shared" / "spec" / "metavd.md"
 
@@ -31,7 +31,7 @@ def every() -> list[Cell]:
     return [cell for table in tables().values() for cell in table.cells]
 
 
-def by_name(cell: Cell) -> dict[str, Figure]:
+def by_name(cell: Cell) -> dict[str, PaperFigure]:
     return {figure.name: figure for figure in cell.figures}
 
 

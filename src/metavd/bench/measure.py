@@ -25,7 +25,7 @@ from ..runs.settings import Experiment, with_settings
 from ..studies.side import sharing
 from . import scale, whole
 from .ours import dealt
-from .workload import CURVES, WORKLOADS, Order, Workload, curve, training_flops
+from .workload import CURVES, WORKLOADS, Assignment, Workload, curve, training_flops
 
 OURS = "metavd"
 WHOLE, START = "whole", "start"
@@ -105,7 +105,7 @@ def _has(python: str | None, needs: Sequence[str], name: str) -> str | None:
     return python
 
 
-def call(variant: Variant, order: Order) -> dict[str, Any]:
+def call(variant: Variant, order: Assignment) -> dict[str, Any]:
     """Let a process of its own carry out an order; return its times, or the error that ended it."""
     order = replace(
         order, tuned=variant.tuned, processes=variant.processes, threads=variant.threads, settings=variant.settings,
@@ -135,7 +135,7 @@ def _reason(process: subprocess.Popen[str], failed: str) -> str:
     return (failed.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
 
 
-def checked(found: dict[str, Any], order: Order) -> dict[str, Any]:
+def checked(found: dict[str, Any], order: Assignment) -> dict[str, Any]:
     """Return what a process found, or an error where its rounds did not do the work: then its times mean nothing."""
     wanted = order.images()[: len(found["seconds"])]
     if found.get("trained", wanted) == wanted:
@@ -219,7 +219,7 @@ def pace(work: Workload, *, quick: bool) -> Pace:
 
 
 def figures(
-    order: Order, repetitions: Sequence[Mapping[str, Any]], peaks: Mapping[str, float], *, load: int = 0
+    order: Assignment, repetitions: Sequence[Mapping[str, Any]], peaks: Mapping[str, float], *, load: int = 0
 ) -> dict[str, Any]:
     """Sum up what repetitions took: one round, and what follows from it.
 
@@ -254,10 +254,10 @@ def figures(
 Note = Callable[[str], None]
 
 
-def order_of(work: Workload, device: str, how: Pace) -> Order:
+def order_of(work: Workload, device: str, how: Pace) -> Assignment:
     """Return the order of a workload that all variants are given."""
     sizes, cohorts = dealt(work, how.first + how.rounds)
-    return Order(work, device, sizes, cohorts, how.first, how.warm_up, how.rounds, how.budget)
+    return Assignment(work, device, sizes, cohorts, how.first, how.warm_up, how.rounds, how.budget)
 
 
 @contextmanager

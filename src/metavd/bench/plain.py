@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from metavd.bench.workload import Order, Workload, from_json, peak_mb, timed
+from metavd.bench.workload import Assignment, Workload, from_json, peak_mb, timed
 
 
 def network(work: Workload) -> nn.Sequential:
@@ -98,7 +98,7 @@ def average(states: Sequence[dict[str, Tensor]], weights: Sequence[float]) -> di
     }
 
 
-def clients_of(order: Order) -> Callable[[nn.Module, Sequence[int]], tuple[list[dict[str, Tensor]], float]]:
+def clients_of(order: Assignment) -> Callable[[nn.Module, Sequence[int]], tuple[list[dict[str, Tensor]], float]]:
     """Return the function that trains some clients from the server's network: their weights, and their loss."""
     work = order.work
     x, y = (torch.from_numpy(part).to(order.device) for part in images(work))
@@ -118,7 +118,7 @@ def clients_of(order: Order) -> Callable[[nn.Module, Sequence[int]], tuple[list[
     return answers
 
 
-def one_process(order: Order) -> Callable[[int], float]:
+def one_process(order: Assignment) -> Callable[[int], float]:
     """Return the function that computes a round, one client after another."""
     server, answers = network(order.work).to(order.device), clients_of(order)
 
@@ -133,7 +133,7 @@ def one_process(order: Order) -> Callable[[int], float]:
     return round
 
 
-def several_processes(order: Order) -> Callable[[int], float]:
+def several_processes(order: Assignment) -> Callable[[int], float]:
     """Return the function that computes a round, its cohort shared by processes that each hold the data."""
     context = multiprocessing.get_context("spawn")
     server = network(order.work)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from metavd.bench.plain import images, network, slices, train
-from metavd.bench.workload import Order, from_json, peak_mb
+from metavd.bench.workload import Assignment, from_json, peak_mb
 
 _MOST = 12
 """Rounds at most: the number must be said beforehand, and a round may take long."""
@@ -34,7 +34,7 @@ def main() -> None:
     print(json.dumps({"seconds": seconds, "trained": trained, "memory_mb": peak_mb()}))
 
 
-def rounds(order: Order) -> tuple[list[float], list[int]]:
+def rounds(order: Assignment) -> tuple[list[float], list[int]]:
     """Return the seconds of each timed round, from one's first message to the next one's, and the images trained on.
 
     Flower goes on with a warning where clients fail, so what really came back has to be counted.

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from metavd.bench.plain import images, network, prepared, slices
-from metavd.bench.workload import Order, from_json, peak_mb
+from metavd.bench.workload import Assignment, from_json, peak_mb
 
 
 class Net(nn.Module):
     """The network with the two functions that pfl asks a module for."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Assignment) -> None:
         super().__init__()
         self.body = network(order.work)
         self.order = order
@@ -54,7 +54,7 @@ def main() -> None:
     print(json.dumps({"seconds": seconds, "trained": trained, "memory_mb": peak_mb()}))
 
 
-def rounds(order: Order) -> tuple[list[float], list[int]]:
+def rounds(order: Assignment) -> tuple[list[float], list[int]]:
     """Return the seconds of each timed round, and the images that it trained on."""
     from pfl.aggregate.simulate import SimulatedBackend  # noqa: PLC0415
     from pfl.aggregate.weighting import WeightByDatapoints  # noqa: PLC0415

@@ -103,7 +103,7 @@ def training_flops(work: Workload) -> int:
 
 
 @dataclass(frozen=True)
-class Order:
+class Assignment:
     """What one measuring process is told."""
 
     work: Workload
@@ -137,11 +137,11 @@ class Order:
         return [self.work.epochs * sum(self.sizes[client] for client in cohort) for cohort in asked]
 
 
-def from_json(text: str) -> Order:
+def from_json(text: str) -> Assignment:
     """Read an order."""
     told = json.loads(text)
     work = told.pop("work")
-    return Order(
+    return Assignment(
         work=Workload(**work | {"shape": tuple(work["shape"])}),
         sizes=tuple(told.pop("sizes")),
         cohorts=tuple(map(tuple, told.pop("cohorts"))),
@@ -150,7 +150,7 @@ def from_json(text: str) -> Order:
     )
 
 
-def timed(order: Order, round: Callable[[int], float | None], clock: Callable[[], float]) -> dict[str, Any]:
+def timed(order: Assignment, round: Callable[[int], float | None], clock: Callable[[], float]) -> dict[str, Any]:
     """Run rounds until there are enough, and return what they took and the last one's loss."""
     began, loss = clock(), None
     for number in range(order.first - order.warm_up, order.first):

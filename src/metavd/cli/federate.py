@@ -77,7 +77,7 @@ def demo_command(
         "data": "digits", "out": str(folder.resolve()), "join-timeout": 120.0, "round-timeout": 300.0, "eval-every": 1,
         "identity": "name" if insecure else "key",
     }  # fmt: skip
-    later.flower_config.plan(config)  # wrong input is found before anything is started
+    later.flower_config.run_config(config)  # wrong input is found before anything is started
     reporter = Reporter()
     began = time.monotonic()
     if insecure:
@@ -101,7 +101,7 @@ def _shown(method: str, rounds: int) -> str:
     return f"rate=0.5 drop_from={rounds // 2}" if catalogue.traits(method).drops_from is not None else ""
 
 
-def _start(local: later.flower_local.Local, nodes: int, reporter: Reporter) -> None:
+def _start(local: later.flower_local.LocalFederation, nodes: int, reporter: Reporter) -> None:
     names = [f"client-{index}" for index in range(nodes)]
     with reporter.err.status("certificates, keys and the SuperLink"):
         local.link()
@@ -320,7 +320,7 @@ def run_command(*, words: tuple[str, ...], superlink: str) -> None:
     app = Path(words[0]) if words and "=" not in words[0] else None
     given = dict(_pair(word) for word in words[app is not None :])
     config = _app_config(app) | given
-    chosen = later.flower_config.plan(config)  # wrong input is found before anything is started
+    chosen = later.flower_config.run_config(config)  # wrong input is found before anything is started
     _need_superlink(superlink)
     # The SuperLink may have been started in another folder.
     out = str(Path(chosen.out).expanduser().resolve())

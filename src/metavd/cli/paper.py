@@ -115,7 +115,7 @@ def _report(
 def _run(
     names: Sequence[str], store: str, part: dict[str, Any], reporter: Reporter, *, runtime: dict[str, Any], **how: Any
 ) -> None:
-    def progress(run: later.paper_plan.Run, number: int, total: int) -> None:
+    def progress(run: later.paper_plan.PlannedRun, number: int, total: int) -> None:
         reporter.stop()
         reporter.note(f"{number} of {total}: {', '.join(run.cells)}")
 
@@ -174,7 +174,7 @@ def _print_view(view: later.paper_statistics.View) -> None:
         )
 
 
-def _cells(answer: later.paper_statistics.Answer, view: later.paper_statistics.View) -> list[str]:
+def _cells(answer: later.paper_statistics.Measured, view: later.paper_statistics.View) -> list[str]:
     texts = []
     for each in answer.figures:
         texts.append(_ours(each, answer))
@@ -188,7 +188,7 @@ def _cells(answer: later.paper_statistics.Answer, view: later.paper_statistics.V
     return texts
 
 
-def _ours(each: later.paper_statistics.Compared, answer: later.paper_statistics.Answer) -> str:
+def _ours(each: later.paper_statistics.Compared, answer: later.paper_statistics.Measured) -> str:
     if each.ours is None:
         return "failed" if answer.failures else "not run"
     return f"{each.ours:.2f}" + ("" if each.half is None else f" ± {each.half:.2f}")

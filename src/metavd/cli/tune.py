@@ -44,7 +44,7 @@ def _searching(counts: click.IntRange, *, default: int, trials: str, space: str)
     )  # fmt: skip
 
 
-class Bar(Shown, Watcher):
+class StudyBar(Shown, Watcher):
     """Tells a person how a study goes: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def tune_command(
     experiment = experiment_of(settings, names[0] if names else None)
     study = plan(experiment, search, seeds=seeds, metric=metric, by=by, sampler=sampler, prune=prune)
     folder = Path(out) if out else folder_for(study.experiment, name_of(study), "tune-")
-    with Bar() as bar:
+    with StudyBar() as bar:
         history = later.studies_tune.tune(study, out=folder, trials=trials, jobs=jobs, watcher=bar)
     print_study(history)
     click.echo(f"\nFiles: {folder}/trials.json, importance.json, study.db\nmetavd run --config {folder / 'best.toml'}")

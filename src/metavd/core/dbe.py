@@ -67,7 +67,7 @@ def _running(params: Params, mean: Tensor, momentum: float) -> tuple[Tensor, Ten
     )
 
 
-def pull(model: Model, bias: Bias, kappa: float, momentum: float) -> Objective:
+def towards(model: Model, bias: Bias, kappa: float, momentum: float) -> Objective:
     """Pull: kappa mean 1/2 (r - g)^2, where r is the running mean of the features and g what all agreed on."""
 
     def objective(params: Params, batch: Batch, anchor: Params) -> Tensor:  # noqa: ARG001

@@ -373,7 +373,7 @@ def mixing(
     return Local(step, lr, clip, init=init, final=final)
 
 
-def _together(objective: Objective, batches: Sequence[Batch]) -> Callable[[Params, Params], Tensor]:
+def _joint_objective(objective: Objective, batches: Sequence[Batch]) -> Callable[[Params, Params], Tensor]:
     """Return the objective over the rows of several batches: their losses, weighted by their numbers of rows.
 
     Each batch keeps its own key, so a row's noise does not depend on how far the batch before it is padded.
@@ -407,7 +407,7 @@ def maml(
     """
 
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:  # noqa: ARG001
-        support, query = batches[0], _together(outer, batches[1:])
+        support, query = batches[0], _joint_objective(outer, batches[1:])
 
         def adapted(moving: Params) -> Tensor:
             whole = {**params, **moving}

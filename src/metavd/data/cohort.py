@@ -184,7 +184,7 @@ def _happens(key: Tensor, tag: int, round: int, probability: Tensor) -> Tensor:
     return rng.uniform(rng.fold(key, tag, round).cpu(), probability.shape, torch.float64) < probability
 
 
-class Plan(NamedTuple):
+class Batches(NamedTuple):
     """Where the batches of clients come from: of which of its shuffles, from which place on, how many rows."""
 
     batches: np.ndarray
@@ -196,8 +196,8 @@ class Plan(NamedTuple):
     """0 where a client has no such batch."""
 
 
-def layout(sampling: Sampling, counts: np.ndarray) -> Plan:
-    """Return the plan of clients with so many rows, (C,).
+def layout(sampling: Sampling, counts: np.ndarray) -> Batches:
+    """Return the batches of clients with so many rows, (C,).
 
     Whole passes are shuffled and cut; the last batch may be short. A group of batches that belong to one step is cut
     from one shuffled ring, so that they share no row while the client has a row for each.
@@ -220,10 +220,10 @@ def layout(sampling: Sampling, counts: np.ndarray) -> Plan:
     whole = np.broadcast_to(size[:, None], start.shape)
     if sampling.group == 1:  # no ring: a pass ends with the rows
         whole = np.minimum(whole, counts[:, None] - start)
-    return Plan(batches, shuffle, start, np.where(number < batches[:, None], whole, 0))
+    return Batches(batches, shuffle, start, np.where(number < batches[:, None], whole, 0))
 
 
-def plan(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:
+def batch_positions(sampling: Sampling, count: int, key: Tensor) -> list[Tensor]:
     """Return the positions (in a client's `count` rows) of each batch."""
     made = layout(sampling, np.array([count]))
     shuffles = [rng.permutation(rng.fold(key, i), count) for i in range(int(made.shuffle.max(initial=-1)) + 1)]
@@ -247,10 +247,10 @@ def about(pool: Pool, clients: Iterable[int], sampling: Sampling) -> Params:
     return {LABELS: over(torch.from_numpy(np.stack(counts)), pool.x.device).to(pool.dtype)}
 
 
-def draw(pool: Pool, clients: np.ndarray, made: Plan, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of the batches of clients, the very ones of `plan`, and which of them are real: (T, C, B).
+def draw(pool: Pool, clients: np.ndarray, made: Batches, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of the batches of clients, those of `batch_positions`, and which of them are real: (T, C, B).
 
-    `keys` (C,) are those that `plan` is given. It is all done where the keys are, without a word to the host.
+    `keys` (C,) are those that `batch_positions` is given. All is done where the keys are, without a word to the host.
     """
     device = keys.device
     counts = sizes_of(pool, clients)
@@ -292,7 +292,7 @@ def batches(pool: Pool, client: int, sampling: Sampling, key: Tensor, round: Ten
     size = torch.tensor(float(len(rows)), dtype=pool.dtype, device=device)
     told = {name: value[0] for name, value in about(pool, [client], sampling).items()}
     result = []
-    for step, positions in enumerate(plan(sampling, len(rows), rng.fold(key, 0))):
+    for step, positions in enumerate(batch_positions(sampling, len(rows), rng.fold(key, 0))):
         chosen = table[positions].to(device)
         fresh = rng.fold(key, 3, step).to(device) if sampling.augment else None
         x, y = pool.inputs(chosen, fresh), pool.y[chosen]
@@ -316,7 +316,7 @@ def lots(pool: Pool, clients: Sequence[int], sampling: Sampling, keys: Tensor, r
     for start in range(0, len(ids), each):
         lot = slice(start, start + each)
         longest = int(whole.batches[lot].max(initial=0))
-        made = Plan(whole.batches[lot], *(part[lot, :longest] for part in whole[1:]))
+        made = Batches(whole.batches[lot], *(part[lot, :longest] for part in whole[1:]))
         own = over(keys[lot], pool.x.device)
         rows, _ = draw(pool, ids[lot], made, rng.fold(own, 0))
         number = torch.arange(longest, device=own.device)[:, None]

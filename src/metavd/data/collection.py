@@ -100,22 +100,22 @@ def load(text: str, root: Path | str = "data", note: Note = log, *, image_size: 
                 f"{name} is looked for below {place}, but there is no such folder; "
                 f"say where its files are with --root DIR or METAVD_DATA{fetch}."
             )
-        plan = formats.info(name).plan(place, **options)
-        if image_size and len(parts) == 1 and plan.keep:
-            plan = _shrunk(plan, image_size)
-        sources.append(formats.cached(plan, root.expanduser() / CACHE, note))
-    return Collection(text, tuple(_told_apart(sources)), _together(sources, [part.name for part in parts]))
+        unread = formats.info(name).find(place, **options)
+        if image_size and len(parts) == 1 and unread.keep:
+            unread = _shrunk(unread, image_size)
+        sources.append(formats.cached(unread, root.expanduser() / CACHE, note))
+    return Collection(text, tuple(_told_apart(sources)), _settings_of_all(sources, [part.name for part in parts]))
 
 
-def _shrunk(plan: formats.Plan, side: int) -> formats.Plan:
-    """Return the plan of a dataset whose pictures are brought down to so many pixels a side before they are kept."""
+def _shrunk(unread: formats.Unread, side: int) -> formats.Unread:
+    """Return a dataset whose pictures are brought down to so many pixels a side before they are kept."""
 
     def read(report: Report) -> Source:
-        found = plan.read(report)
+        found = unread.read(report)
         small = found.x.ndim != 4 or max(found.x.shape[2:]) <= max(side, _SMALL)
         return found if small else reshape(found, side)
 
-    return replace(plan, read=read, options={**plan.options, "image_size": side})
+    return replace(unread, read=read, options={**unread.options, "image_size": side})
 
 
 _SMALL = 64
@@ -129,7 +129,7 @@ def collect(own: Source | Sequence[Source] | Collection) -> Collection:
     sources = [own] if isinstance(own, Source) else list(own)
     if not sources:
         raise SourceError("No dataset was given; give at least one.")
-    return Collection("+".join(source.name for source in sources), tuple(sources), _together(sources))
+    return Collection("+".join(source.name for source in sources), tuple(sources), _settings_of_all(sources))
 
 
 def deal(
@@ -238,7 +238,7 @@ def _suits(source: Source, name: str | None) -> dict[str, Any]:
     return dict(known) or suggest(source)
 
 
-def _together(sources: Sequence[Source], names: Sequence[str | None] | None = None) -> dict[str, Any]:
+def _settings_of_all(sources: Sequence[Source], names: Sequence[str | None] | None = None) -> dict[str, Any]:
     """Settings for all at once: the first one's, no more clients than each can give."""
     each = [_suits(source, name) for source, name in zip(sources, names or (None,) * len(sources), strict=True)]
     if len(each) == 1:

@@ -33,7 +33,7 @@ Cells = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Column:
+class StoredColumn:
     """A column as it is stored: its name, and the texts that its numbers stand for; none of a column of numbers."""
 
     name: str
@@ -64,7 +64,7 @@ class Learnt:
 class Table:
     """How a table's rows are prepared; without `columns` nothing is learnt yet."""
 
-    stored: tuple[Column, ...] = ()
+    stored: tuple[StoredColumn, ...] = ()
     columns: tuple[Learnt, ...] = ()
     left_out: tuple[str, ...] = ()
     """Columns that say nothing: all training rows are alike, or no category is frequent enough."""
@@ -177,11 +177,11 @@ def table(
     for place, column in enumerate(used):
         values = [_value(each) for each in cells[column]]
         if column not in categories and all(value is None or _is_number(value) for value in values):
-            stored.append(Column(column))
+            stored.append(StoredColumn(column))
             x[:, place] = _numbers(column, values)
         else:
             texts, x[:, place] = named(_words(values))
-            stored.append(Column(column, texts))
+            stored.append(StoredColumn(column, texts))
     known, owner = ((), None) if who is None else named(who)
     return Source(
         name=name, x=x, y=y, num_classes=len(classes), test=None if test is None else flags_of(cells[test], test, name),
@@ -307,7 +307,7 @@ def words_of(cell: Any) -> str:
     return _word(_value(cell))
 
 
-def _unpacked(column: Column, values: np.ndarray) -> np.ndarray:
+def _unpacked(column: StoredColumn, values: np.ndarray) -> np.ndarray:
     """Return stored numbers as they are, or as the texts that they stand for."""
     return np.array(column.texts, object)[values.astype(np.int64)] if column.texts else values
 
@@ -315,7 +315,7 @@ def _unpacked(column: Column, values: np.ndarray) -> np.ndarray:
 # Learning
 
 
-def _learn(column: Column, values: np.ndarray) -> Learnt | None:
+def _learn(column: StoredColumn, values: np.ndarray) -> Learnt | None:
     """Return what training rows say of a column; None where they are all alike."""
     if not column.texts:
         known = values[~np.isnan(values)]

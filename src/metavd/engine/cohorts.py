@@ -13,7 +13,7 @@ from ..data.cohort import Pool, arriving, choose, sizes_of, tossed
 from ..ops.device import over
 from ..tree import Params
 from .attacks import Attack, deceived, falsified
-from .rounds import TRAFFIC, Account, Answers, Transport
+from .rounds import TRAFFIC, Account, Returned, Transport
 from .schedule import Schedule
 from .turn import VEIL, Moment, moment
 
@@ -39,7 +39,7 @@ def in_process(
     if attack is not None and liars is not None:
         pool = deceived(attack, pool, liars)
 
-    def collect(state: ServerState, now: Moment) -> Answers:
+    def collect(state: ServerState, now: Moment) -> Returned:
         asked = called(
             algorithm, now.key, now.done, num_clients=pool.federation.num_clients, cohort=cohort, available=available
         )
@@ -73,7 +73,7 @@ def unanswered(state: ServerState) -> tuple[Update, Tensor]:
 
 def round_of(
     algorithm: Algorithm, pool: Pool, schedule: Schedule, state: ServerState, cohort: Tensor, *, lost: list[int]
-) -> Answers:
+) -> Returned:
     """Send, train, take the answers of a cohort (client ids, ascending).
 
     Clients that are lost have received their share and cost traffic; their training, of which nobody hears, is not
@@ -85,7 +85,7 @@ def round_of(
     down, dense = sum(each.down for each in wasted), sum(each.dense for each in wasted)
     if not len(cohort):
         update, losses = (None, None) if algorithm.privacy is None else unanswered(state)
-        return Answers([], lost, update, losses, lambda: Account(down, 0, dense, 0))
+        return Returned([], lost, update, losses, lambda: Account(down, 0, dense, 0))
     sent, adapted, kept, losses = schedule.train(algorithm, pool, state, cohort)
     if algorithm.veil is not None:
         # One by one, as sites do it.
@@ -100,13 +100,13 @@ def round_of(
         traffic = counted()
         return Account(down + traffic.down, traffic.up, dense + traffic.dense, traffic.dense)
 
-    return Answers(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account, kept)
+    return Returned(cohort.tolist(), lost, Update(over(cohort, device), adapted, weight, sent), losses, account, kept)
 
 
 def added_up(
     algorithm: Algorithm, pool: Pool, schedule: Schedule, state: ServerState, cohort: Tensor, *, part: int,
     lost: list[int],
-) -> Answers:  # fmt: skip
+) -> Returned:  # fmt: skip
     """Do as `round_of`, with the answers of one part of the cohort in memory at a time.
 
     Parts are cut from the cohort in the order of its clients and added in that order, whoever trains them: the bits
@@ -118,7 +118,7 @@ def added_up(
     places = over(here, device)
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
-    def one(first: int) -> tuple[Params, Answers]:
+    def one(first: int) -> tuple[Params, Returned]:
         """Return a part's sums, and what is left of its answers when they are added up."""
         some = slice(first, first + part)
         found = round_of(algorithm, pool, schedule, state, cohort[some], lost=[] if first else lost)
@@ -129,7 +129,7 @@ def added_up(
         return sums, found._replace(update=None, sizes=sum(sizes, torch.zeros_like(found.losses)))
 
     whole: Params = {}
-    parts: list[Answers] = []
+    parts: list[Returned] = []
     for first in range(0, len(cohort), part):
         sums, made = one(first)
         whole = tree.map(torch.add, whole, sums) if whole else sums
@@ -142,4 +142,4 @@ def added_up(
     kept = tree.concatenated([made.kept for made in parts])
     losses, sizes = (torch.cat([getattr(made, name) for made in parts]) for name in ("losses", "sizes"))
     update = Update(over(cohort, device), {}, weight, {}, sums=whole)
-    return Answers(cohort.tolist(), lost, update, losses, account, kept, sizes)
+    return Returned(cohort.tolist(), lost, update, losses, account, kept, sizes)

@@ -52,11 +52,11 @@ _NOTHING: tuple[list[int], Tensor, Tensor] = ([], torch.empty(0), torch.empty(0)
 
 
 @dataclass(eq=False)
-class Table:
+class KeptTable:
     """One version of what all clients keep; see `core.types.Kept`."""
 
     storage: _Storage
-    newer: Table | None = None
+    newer: KeptTable | None = None
     """The next version; None: this one is the newest."""
     replaced: tuple[list[int], Tensor, Tensor] = _NOTHING
     """Of an older version: the clients whose rows the next one replaced, those rows, and whether they had any."""
@@ -90,7 +90,7 @@ class Table:
         newest = self.newer is None and self.storage.rows.device == next(iter(self.storage.like.values())).device
         return _cut(self.storage.rows, self.storage.like) if newest else self.rows(range(len(self)))
 
-    def put(self, clients: Sequence[int], kept: Params) -> Table:
+    def put(self, clients: Sequence[int], kept: Params) -> KeptTable:
         """Return the next version, in which clients keep something else (C, ...); this one stays as it is."""
         assert self.newer is None, "only the newest version has a next one"
         storage, ids = self.storage, list(clients)
@@ -102,7 +102,7 @@ class Table:
             storage.rows.index_copy_(0, over(torch.tensor(ids, dtype=torch.int64), storage.rows.device), new)
         storage.meet()  # and nobody reads on before they are
         storage.visited[ids] = True
-        self.newer = Table(storage)
+        self.newer = KeptTable(storage)
         return self.newer
 
     def _flat(self, clients: Sequence[int]) -> Tensor:
@@ -122,9 +122,9 @@ class Table:
             flags[version.replaced[0]] = version.replaced[2]
         return flags
 
-    def _later(self) -> list[Table]:
+    def _later(self) -> list[KeptTable]:
         """Return this version and those between it and the newest, the last of them first."""
-        found: list[Table] = []
+        found: list[KeptTable] = []
         version = self
         while version.newer is not None:
             found.append(version)
@@ -138,7 +138,7 @@ def _cut(rows: Tensor, like: Params) -> Params:
     return {name: piece.reshape(-1, *value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 
 
-def empty(clients: int, like: Params) -> Table:
+def empty(clients: int, like: Params) -> KeptTable:
     """Return the table of clients that have kept nothing yet; `like` is what one of them keeps."""
     width, some = sum(value.numel() for value in like.values()), next(iter(like.values()))
     if clients * width * some.dtype.itemsize <= IN_MEMORY:
@@ -148,7 +148,7 @@ def empty(clients: int, like: Params) -> Table:
         with tempfile.NamedTemporaryFile(prefix=_FILE) as file:
             file.truncate(clients * width * some.dtype.itemsize)
             rows = _mapped(file.name, clients, width, some.dtype)
-    return Table(_Storage(rows, torch.zeros(clients, dtype=torch.bool), like))
+    return KeptTable(_Storage(rows, torch.zeros(clients, dtype=torch.bool), like))
 
 
 def _mapped(path: str, clients: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -156,7 +156,7 @@ def _mapped(path: str, clients: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.from_file(path, shared=True, size=clients * width, dtype=dtype).reshape(clients, width)
 
 
-def once_per_host(table: Table, tell: Callable[[str | None], str], *, first: bool, everyone: bool) -> Table:
+def once_per_host(table: KeptTable, tell: Callable[[str | None], str], *, first: bool, everyone: bool) -> KeptTable:
     """Return the table with its rows in one file that all processes of a host map; `table` is not used after that.
 
     All processes of a run call it at once, and put the same rows at once. `first`: this one makes and writes the file.
@@ -177,10 +177,10 @@ def once_per_host(table: Table, tell: Callable[[str | None], str], *, first: boo
     tell(None)
     if path is not None:
         Path(path).unlink()  # it lives on as long as somebody maps it
-    return Table(_Storage(rows, old.visited, old.like, lambda: tell(None), first))
+    return KeptTable(_Storage(rows, old.visited, old.like, lambda: tell(None), first))
 
 
-def laid(kept: Params) -> Table:
+def laid(kept: Params) -> KeptTable:
     """Return the table in which all clients keep something from the start, (N, ...); nobody has changed it yet."""
     clients = len(next(iter(kept.values())))
     table, first = empty(clients, {name: value[0] for name, value in kept.items()}), 0
@@ -190,7 +190,7 @@ def laid(kept: Params) -> Table:
     return table
 
 
-def filled(clients: int, who: Sequence[int], kept: Params) -> Table:
+def filled(clients: int, who: Sequence[int], kept: Params) -> KeptTable:
     """Return a table in which some clients keep something (C, ...), as a checkpoint holds it."""
     return empty(clients, {name: value.new_zeros(value.shape[1:]) for name, value in kept.items()}).put(who, kept)
 

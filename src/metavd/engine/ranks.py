@@ -88,8 +88,8 @@ def once_per_host(ranks: Ranks, state: ServerState) -> ServerState:
 
     share = partial(kept.once_per_host, tell=tell, first=first)
     return state._replace(
-        kept=share(state.kept, everyone=False) if isinstance(state.kept, kept.Table) else state.kept,
-        rows=share(state.rows, everyone=True) if isinstance(state.rows, kept.Table) else state.rows,
+        kept=share(state.kept, everyone=False) if isinstance(state.kept, kept.KeptTable) else state.kept,
+        rows=share(state.rows, everyone=True) if isinstance(state.rows, kept.KeptTable) else state.rows,
     )
 
 

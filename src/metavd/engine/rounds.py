@@ -65,7 +65,7 @@ class Account(NamedTuple):
     more: Mapping[str, Any] = {}
 
 
-class Answers(NamedTuple):
+class Returned(NamedTuple):
     """What came back from the clients that a round asked."""
 
     cohort: list[int]
@@ -86,7 +86,7 @@ class Answers(NamedTuple):
 class Transport(NamedTuple):
     """How a round reaches its clients."""
 
-    collect: Callable[[ServerState, Moment], Answers]
+    collect: Callable[[ServerState, Moment], Returned]
     """Choose who takes part, send them what the state has for them, let them train, return their answers."""
     ready: Callable[[ServerState], ServerState] = lambda state: state
     """Called before every round and before the last evaluation: waits for clients, and may give newcomers rows."""
@@ -119,7 +119,7 @@ def rounds(
 
 
 def _taken(
-    update: ServerUpdate, state: ServerState, answers: Answers, done: int
+    update: ServerUpdate, state: ServerState, answers: Returned, done: int
 ) -> tuple[ServerState, Callable[[], Record]]:
     """Take a round's answers; return the state that it ends in, and what waits for that and checks it.
 

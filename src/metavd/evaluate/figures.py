@@ -101,7 +101,7 @@ def by_client(take: Take, answers: Answers, *, released: bool = False) -> np.nda
 Weight = Literal["train_size", "test_size", "clients"]
 
 
-class Pool(NamedTuple):
+class Pooling(NamedTuple):
     """How the figures of clients become one of a group."""
 
     says: str
@@ -116,22 +116,22 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> float | None:
     return float((weights * values).sum() / weights.sum()) if weights.any() else None
 
 
-def weighted(by: Weight) -> Pool:
+def weighted(by: Weight) -> Pooling:
     """Return the mean over clients, weighted by their rows of a kind, or not at all (`clients`)."""
     how = {"train_size": ", weighted by training rows", "test_size": ", weighted by test rows", "clients": ""}[by]
-    return Pool(f"mean over clients{how}", _mean, by)
+    return Pooling(f"mean over clients{how}", _mean, by)
 
 
-def percentile(share: float) -> Pool:
+def percentile(share: float) -> Pooling:
     """Return the figure that so many per cent of the clients stay below."""
-    return Pool(f"{share:g}th percentile of clients", lambda values, _: float(np.percentile(values, share)))
+    return Pooling(f"{share:g}th percentile of clients", lambda values, _: float(np.percentile(values, share)))
 
 
-ROWS = Pool("all test rows together", None, "test_size")
-LOWEST = Pool("lowest client", lambda values, _: float(values.min()))
+ROWS = Pooling("all test rows together", None, "test_size")
+LOWEST = Pooling("lowest client", lambda values, _: float(values.min()))
 
 
-def weights(pool: Pool, train_size: np.ndarray, test_size: np.ndarray) -> np.ndarray:
+def weights(pool: Pooling, train_size: np.ndarray, test_size: np.ndarray) -> np.ndarray:
     """Return (C,) the weights of clients in a pool."""
     return {"train_size": train_size, "test_size": test_size, "clients": np.ones(len(test_size))}[pool.weight]
 
@@ -150,7 +150,7 @@ class Figure:
     more: str = ""
     """What the table of the documentation adds."""
     take: Take
-    pool: Pool = ROWS
+    pool: Pooling = ROWS
     title: str = ""
     """Short, for headings of columns; by default the name."""
     label: str = ""
@@ -328,7 +328,7 @@ def _add(name: str, take: Take, help: str, **about: Any) -> None:
     register(Figure(name=name, take=take, help=help, **about), __name__)
 
 
-def _add_accuracy(name: str, pool: Pool, help: str, **about: Any) -> None:
+def _add_accuracy(name: str, pool: Pooling, help: str, **about: Any) -> None:
     _add(name, _RIGHT, help, pool=pool, better="higher", **_SHARE, **about)
 
 

@@ -16,13 +16,13 @@ from .. import tree
 from ..core.aggregate import bounded
 from ..core.types import ServerState, Update
 from ..engine.cohorts import called, unanswered
-from ..engine.rounds import Account, Answers
+from ..engine.rounds import Account, Returned
 from ..engine.task import Task
 from ..engine.turn import Moment
 from ..runs.settings import Experiment
 from ..tree import Params
 from ..wire import Expected, Guard, Rejected, Reply, encode, traffic
-from .config import FederationError, Plan
+from .config import FederationError, RunConfig
 from .fleet import Fleet, exchange
 from .message import Order, cleaned, payload, read_reply, write_order
 
@@ -34,10 +34,10 @@ _FANCY = 1e6
 
 
 @dataclass(frozen=True)
-class Setup:
+class FederationSetup:
     """A federation's run, ready to go."""
 
-    plan: Plan
+    config: RunConfig
     experiment: Experiment
     spec: str
     task: Task
@@ -67,25 +67,27 @@ class _Attempts:
     waiting: float = 0.0
 
 
-def collect(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Moment], turns: dict[int, int]) -> Answers:
+def collect(
+    fleet: Fleet, setup: FederationSetup, guard: Guard, at: tuple[ServerState, Moment], turns: dict[int, int]
+) -> Returned:
     """Ask clients until a quorum of good answers is there; `turns` are the clients' last rounds."""
     state, now = at
-    plan, done, began = setup.plan, now.done, time.monotonic()
+    config, done, began = setup.config, now.done, time.monotonic()
     have = _Attempts(turns)
-    for _ in range(plan.repeats + 1):
+    for _ in range(config.repeats + 1):
         _attempt(fleet, setup, guard, at, have)
         for client, why in (have.lost | have.refused).items():
             _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
         asked = len(have.good | have.lost | have.refused)
         # Where each client's own coin decides, it may be that nobody is asked.
-        needed = plan.needed(asked) if asked or setup.task.algorithm.privacy is None else 0
+        needed = config.needed(asked) if asked or setup.task.algorithm.privacy is None else 0
         if len(have.good) >= needed:
             break
         _LOG.warning("round %d has %d good answers of %d that it needs", done + 1, len(have.good), needed)
         fleet.settle(done)
     else:
         raise FederationError(
-            f"round {done + 1} had {len(have.good)} good answers in {plan.repeats + 1} attempts, but needs {needed}; "
+            f"round {done + 1} had {len(have.good)} good answers in {config.repeats + 1} attempts, but needs {needed}; "
             f"the state of round {done} is saved, and flwr run goes on from it"
         )
     cohort = sorted(have.good)
@@ -112,39 +114,43 @@ def collect(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Mom
         )
 
     if not cohort:
-        return Answers([], sorted(have.lost), *unanswered(state), account)
+        return Returned([], sorted(have.lost), *unanswered(state), account)
     # In the order of clients, as the simulator has them.
     replies = [have.good[client] for client in cohort]
     weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
-    for client, own, counted in zip(cohort, weight.tolist(), _shares(weight, plan).tolist(), strict=True):
+    for client, own, counted in zip(cohort, weight.tolist(), _shares(weight, config).tolist(), strict=True):
         if counted < own:
             _LOG.info("round %d: client %d weighs as %g rows, not as the %g that it claims (max-share is %g)", done + 1,
-                      client, counted, own, plan.max_share)  # fmt: skip
+                      client, counted, own, config.max_share)  # fmt: skip
     adapted = tree.gather([dict(reply.params) for reply in replies])
     sent = tree.gather([dict(have.sent[client]) for client in cohort])
     update = Update(torch.tensor(cohort), adapted, weight, sent)
     losses = torch.tensor([have.losses[client] for client in cohort], dtype=torch.float64)
-    return Answers(cohort, sorted(have.lost), update, losses, account)
+    return Returned(cohort, sorted(have.lost), update, losses, account)
 
 
-def _attempt(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Moment], have: _Attempts) -> None:
+def _attempt(
+    fleet: Fleet, setup: FederationSetup, guard: Guard, at: tuple[ServerState, Moment], have: _Attempts
+) -> None:
     """Ask those clients of the round that have not answered yet, and check what they answer."""
-    plan, (state, now) = setup.plan, at
+    config, (state, now) = setup.config, at
     done = now.done
     nodes = {n: node for n, node in fleet.trainers(fleet.online()).items()
-             if not guard.excluded(n) and fleet.silences.get(n, 0) < plan.max_silences}  # fmt: skip
+             if not guard.excluded(n) and fleet.silences.get(n, 0) < config.max_silences}  # fmt: skip
     rows = max(int(setup.experiment.clients), fleet.registry.rows)
     here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
     key = now.key if setup.cohorts is None else setup.cohorts
-    drawn = called(setup.task.algorithm, key, done, num_clients=rows, cohort=plan.asked(rows), available=here)
+    drawn = called(setup.task.algorithm, key, done, num_clients=rows, cohort=config.asked(rows), available=here)
     asked = [n for n in drawn.tolist() if n not in have.good]
     messages = {}
     for client in asked:
         if client not in have.sent:
             have.sent[client] = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
-        params = encode(have.sent[client], half=plan.half)
+        params = encode(have.sent[client], half=config.half)
         have.counted.setdefault(client, [0, 0])[0] += len(params)
-        order = Order(done, client, int(now.key), setup.spec, plan.half, turn=have.turns.get(client, 0), params=params)
+        order = Order(
+            done, client, int(now.key), setup.spec, config.half, turn=have.turns.get(client, 0), params=params
+        )
         messages[client] = (nodes[client], write_order(order))
     setup.asking()
     fleet.audit.add("ask", round=done + 1, clients=asked)
@@ -157,18 +163,18 @@ def _attempt(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Mo
         now = time.monotonic() - asking
         took.update(dict.fromkeys(came.keys() - took.keys(), now))
         known = [*took.values(), *(fleet.times[client] for client in asked if client in fleet.times)]
-        if not plan.slack or not known or len(have.good) + len(came) < plan.needed(len(have.good) + len(asked)):
+        if not config.slack or not known or len(have.good) + len(came) < config.needed(len(have.good) + len(asked)):
             return False
-        return now > max(_LEAST, plan.slack * max(known))
+        return now > max(_LEAST, config.slack * max(known))
 
     answers = exchange(
-        fleet.grid, messages, MessageType.TRAIN, round=done + 1, seconds=plan.round_timeout, poll=plan.poll,
+        fleet.grid, messages, MessageType.TRAIN, round=done + 1, seconds=config.round_timeout, poll=config.poll,
         meanwhile=lambda: fleet.greet(done), enough=late,
     )  # fmt: skip
     waited = time.monotonic() - asking
     have.waiting += waited
     fleet.times |= dict.fromkeys(answers.content, waited) | took  # the last ones came just now
-    _count_silences(fleet, asked, set(asked) - answers.late, plan)
+    _count_silences(fleet, asked, set(asked) - answers.late, config)
     have.lost = {client: why for client, why in have.lost.items() if client not in asked} | answers.lost
     for client in sorted(answers.content):
         expected = _expected(fleet, client, done + 1, have)
@@ -191,17 +197,19 @@ def _attempt(fleet: Fleet, setup: Setup, guard: Guard, at: tuple[ServerState, Mo
             fleet.audit.add("excluded", client=client, why=f"{guard.offences[client]} refused answers")
 
 
-def _count_silences(fleet: Fleet, asked: list[int], spoke: Set[int], plan: Plan) -> None:
+def _count_silences(fleet: Fleet, asked: list[int], spoke: Set[int], config: RunConfig) -> None:
     """Count the attempts in a row that each client said nothing to, not even that it failed."""
     for client in asked:
         fleet.silences[client] = 0 if client in spoke else fleet.silences.get(client, 0) + 1
-        if fleet.silences[client] == plan.max_silences:
-            _LOG.warning("client %d is asked no more: it has not answered %d times in a row", client, plan.max_silences)
-            fleet.audit.add("excluded", client=client, why=f"silent {plan.max_silences} times in a row")
+        if fleet.silences[client] == config.max_silences:
+            _LOG.warning(
+                "client %d is asked no more: it has not answered %d times in a row", client, config.max_silences
+            )
+            fleet.audit.add("excluded", client=client, why=f"silent {config.max_silences} times in a row")
 
 
-def _shares(weight: Tensor, plan: Plan) -> Tensor:
-    return bounded(weight, plan.max_share) if plan.max_share else weight
+def _shares(weight: Tensor, config: RunConfig) -> Tensor:
+    return bounded(weight, config.max_share) if config.max_share else weight
 
 
 def _expected(fleet: Fleet, client: int, round: int, have: _Attempts) -> Expected:

@@ -43,7 +43,7 @@ def _limit(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunConfig:
     """A run config, checked. Its keys are the fields' names with dashes."""
 
     method: str = option("reptile+metavd", "metavd methods lists all", canonical=methods.check)
@@ -112,28 +112,30 @@ def _count(value: float, whole: int) -> int:
 
 
 KEYS: Mapping[str, Option] = {
-    name.replace("_", "-"): replace(key, name=name.replace("_", "-")) for name, key in options(Plan).items()
+    name.replace("_", "-"): replace(key, name=name.replace("_", "-")) for name, key in options(RunConfig).items()
 }
 """The run config, key by key."""
 
 
-def plan(config: Mapping[str, Any]) -> Plan:
+def run_config(config: Mapping[str, Any]) -> RunConfig:
     """Check a run config; what it leaves out takes its default."""
     for key in config:
         if key not in KEYS:
             raise FederationError(f"there is no run config key {key!r}; {nearest(key, list(KEYS))}")
     values: dict[str, Any] = {key.replace("-", "_"): KEYS[key].check(value) for key, value in config.items()}
-    checked = Plan(**values)
+    checked = RunConfig(**values)
     settings(checked)
     return checked
 
 
-def settings(plan: Plan) -> dict[str, Any]:
+def settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of the run by the names that `metavd run` has for them."""
     try:
-        words = shlex.split(plan.set)
+        words = shlex.split(config.set)
     except ValueError as error:
-        raise FederationError(f"set is {plan.set!r}, which cannot be read ({error}); write 'beta=2 lr=0.05'") from None
+        raise FederationError(
+            f"set is {config.set!r}, which cannot be read ({error}); write 'beta=2 lr=0.05'"
+        ) from None
     pairs = dict(word.partition("=")[::2] for word in words)
     for key, value in pairs.items():
         if not value:
@@ -142,7 +144,7 @@ def settings(plan: Plan) -> dict[str, Any]:
             raise FederationError(f"set has {key}={value}, but it has a run config key of its own")
         if key in SETTINGS and SETTINGS[key].foreign:
             raise FederationError(f"set has {key}={value}, but {SETTINGS[key].foreign}")
-    given = {"method": plan.method, "rounds": plan.rounds, "seed": plan.seed, **pairs}
+    given = {"method": config.method, "rounds": config.rounds, "seed": config.seed, **pairs}
     experiment = with_settings(Experiment(), given)
     if isinstance(experiment.unseen, str):
         raise FederationError(
@@ -152,7 +154,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     for name, known in methods.options_of(experiment.method).items():
         if known.foreign and values[name]:
             raise FederationError(f"{name} is {values[name]}, but {known.foreign}")
-    if methods.traits(experiment.method, experiment.options).server_rows_share is not None and not plan.server_data:
+    if methods.traits(experiment.method, experiment.options).server_rows_share is not None and not config.server_data:
         raise FederationError(
             f"{experiment.method} distils on unlabelled rows of the server, and no client's rows leave it here; name "
             "rows of the server's own with server-data"
@@ -160,16 +162,18 @@ def settings(plan: Plan) -> dict[str, Any]:
     return given
 
 
-_OWN_KEYS = {each.name for each in fields(Plan)} & set(SETTINGS)
+_OWN_KEYS = {each.name for each in fields(RunConfig)} & set(SETTINGS)
 
 
-def experiment_of(plan: Plan, takes: Source, clients: int, defaults: Mapping[str, Any], content: str) -> Experiment:
+def experiment_of(
+    config: RunConfig, takes: Source, clients: int, defaults: Mapping[str, Any], content: str
+) -> Experiment:
     """Return the complete description of the run, once it is known who takes part and what the rows are like."""
-    given = with_settings(Experiment(), settings(plan))
-    every = plan.eval_every or plan.rounds
+    given = with_settings(Experiment(), settings(config))
+    every = config.eval_every or config.rounds
     named = replace(
-        given, data=takes.name, clients=clients, cohort=plan.asked(clients), unseen=max(given.unseen, 0),
-        eval_every=every, checkpoint_every=1, device="cpu", backend="loop", content=content, max_share=plan.max_share,
+        given, data=takes.name, clients=clients, cohort=config.asked(clients), unseen=max(given.unseen, 0),
+        eval_every=every, checkpoint_every=1, device="cpu", backend="loop", content=content, max_share=config.max_share,
     )  # fmt: skip
     try:
         return resolve(named, defaults)

@@ -19,9 +19,9 @@ from flwr.serverapp import Grid
 
 from . import compat
 from .audit import Audit
-from .config import FederationError, Plan
+from .config import FederationError, RunConfig
 from .message import Order, cleaned, read_reply, write_order
-from .registry import Candidate, Member, Registry, admit, by_key
+from .registry import Candidate, Member, Roster, admit, by_key
 from .site import Look, misfits, read_look
 
 _LOG = logging.getLogger("flwr")
@@ -30,7 +30,7 @@ _AGAIN = 5.0
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Answers(NamedTuple):
+class Replies(NamedTuple):
     """What came back: contents, and of those that did not answer why."""
 
     content: dict[Any, RecordDict]
@@ -57,7 +57,7 @@ class Pending:
         self.waiting[ids[0]] = (who, node)
         return ""
 
-    def take(self) -> Answers:
+    def take(self) -> Replies:
         """Return what has come by now."""
         content, lost = {}, {}
         for reply in self.grid.pull_messages(list(self.waiting)) if self.waiting else ():
@@ -70,7 +70,7 @@ class Pending:
                 lost[who] = "another node answered in its place"
             else:
                 content[who] = reply.content
-        return Answers(content, lost)
+        return Replies(content, lost)
 
 
 def exchange(
@@ -83,7 +83,7 @@ def exchange(
     poll: float,
     meanwhile: Callable[[], None] = lambda: None,
     enough: Callable[[Mapping[Key, RecordDict]], bool] = lambda _: False,
-) -> Answers:
+) -> Replies:
     """Send every node its own message and wait for the answers, at most so many seconds."""
     pending = Pending(grid)
     content: dict[Key, RecordDict] = {}
@@ -101,7 +101,7 @@ def exchange(
             time.sleep(poll)
     waited = min(seconds, time.monotonic() - ends + seconds)
     late = {who: f"no answer within {waited:.0f} s" for who, _ in pending.waiting.values()}
-    return Answers(content, lost | late, frozenset(late))
+    return Replies(content, lost | late, frozenset(late))
 
 
 @dataclass
@@ -109,8 +109,8 @@ class Fleet:
     """Who is there, and who they are."""
 
     grid: Grid
-    plan: Plan
-    registry: Registry
+    config: RunConfig
+    registry: Roster
     audit: Audit
     present: dict[int, Member] = field(default_factory=dict)
     """Nodes that said hello, by node id."""
@@ -147,9 +147,9 @@ class Fleet:
         for node in online - self.present.keys() - self.refused.keys() - self.candidates.keys():
             if now < self._asked.get(node, 0.0):
                 continue
-            self._asked[node] = now + self.plan.join_timeout
+            self._asked[node] = now + self.config.join_timeout
             order = write_order(Order(done, 0, 0, ""))
-            self._hellos.send(node, node, order, kind=MessageType.QUERY, round=done, seconds=self.plan.join_timeout)
+            self._hellos.send(node, node, order, kind=MessageType.QUERY, round=done, seconds=self.config.join_timeout)
         came = self._hellos.take()
         for node, why in came.lost.items():
             _LOG.warning("node %d did not say hello: %s", node, why)
@@ -164,14 +164,14 @@ class Fleet:
         about, _ = read_reply(content)
         name, partition = cleaned(about.get("name", node), 80), int(about.get("partition", -1))
         try:
-            look = read_look(about.get("look"), self.plan.max_samples)
+            look = read_look(about.get("look"), self.config.max_samples)
             if look is not None:
                 self.fits(look)
         except FederationError as error:
             raise FederationError(f"{name}: {error}") from None
-        if look is None and not self.plan.data:
+        if look is None and not self.config.data:
             raise FederationError(f"{name} holds a share of a dataset, but the run config names none with data")
-        key = self._keys.get(node) if self.plan.identity == "key" else None
+        key = self._keys.get(node) if self.config.identity == "key" else None
         identity = by_key(key) if key else f"name {name}"
         here = {other: each.identity for other, each in (self.present | self.candidates).items() if other in online}
         if identity in here.values():
@@ -194,7 +194,7 @@ class Fleet:
             for node, each in self.candidates.items()
         }
         there = {names[identity][1]: look for identity, look in self.looks.items() if identity in names}
-        for name, why in misfits(there, self.plan.classes).items():
+        for name, why in misfits(there, self.config.classes).items():
             identity = next(each for each in names if names[each][1] == name)
             self._refuse(names[identity][0], why)
             del there[name], self.looks[identity], self.candidates[names[identity][0]]
@@ -223,7 +223,7 @@ class Fleet:
 
         everyone=True waits also for all who are connected to say hello.
         """
-        ends = time.monotonic() + self.plan.join_timeout
+        ends = time.monotonic() + self.config.join_timeout
         while True:
             self.greet(done)
             online = self.online()
@@ -236,10 +236,10 @@ class Fleet:
                 return
             if time.monotonic() > ends:
                 break
-            time.sleep(self.plan.poll)
+            time.sleep(self.config.poll)
         if count < least:
             told = "; ".join(dict.fromkeys(self.refused.values()))
             raise FederationError(
-                f"within {self.plan.join_timeout:.0f} s {count} of at least {least} clients came; start more and run "
+                f"within {self.config.join_timeout:.0f} s {count} of at least {least} clients came; start more and run "
                 f"again{f' (left out: {told})' if told else ''}"
             )

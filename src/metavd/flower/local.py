@@ -64,7 +64,7 @@ def connection(address: str, authority: Path | None) -> str:
 
 
 @dataclass
-class Local:
+class LocalFederation:
     """A federation on this machine, in a folder that holds everything about it."""
 
     folder: Path
@@ -216,9 +216,9 @@ class Local:
 
 
 @contextlib.contextmanager
-def federation(folder: Path, **how: object) -> Iterator[Local]:
+def federation(folder: Path, **how: object) -> Iterator[LocalFederation]:
     """Give a federation that is stopped at the end, whatever the end is."""
-    local = Local(folder, **how)  # type: ignore[arg-type]
+    local = LocalFederation(folder, **how)  # type: ignore[arg-type]
     try:
         yield local
     finally:

@@ -42,7 +42,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Registry:
+class Roster:
     """All members, in the order of their joining."""
 
     members: tuple[Member, ...] = ()
@@ -68,7 +68,7 @@ class Candidate:
     """Newcomers that come together are numbered in this order."""
 
 
-def admit(registry: Registry, candidates: Sequence[Candidate], done: int) -> Registry:
+def admit(registry: Roster, candidates: Sequence[Candidate], done: int) -> Roster:
     """Give numbers to those that have none: rows in the order of joining, and for those who never train a guest's.
 
     >>> both = [Candidate("b", "", True, (1, "")), Candidate("a", "", True, (0, ""))]
@@ -89,7 +89,7 @@ def by_key(fingerprint: str) -> str:
     return f"key {fingerprint}"
 
 
-def with_rows(registry: Registry, name: str, rows: int) -> Registry:
+def with_rows(registry: Roster, name: str, rows: int) -> Roster:
     """Register that a client has more rows than it had, so that it may claim them.
 
     >>> with_rows(Registry((Member(0, "a", "north", True, 0),)), "north", 500).members[0].rows
@@ -98,12 +98,12 @@ def with_rows(registry: Registry, name: str, rows: int) -> Registry:
     if not any(name in {each.name, str(each.number)} for each in registry.members):
         known = ", ".join(f"{each.number} ({each.name})" for each in registry.members)
         raise FederationError(f"there is no client {name!r}; the registry has {known or 'none'}")
-    return Registry(tuple(
+    return Roster(tuple(
         replace(each, rows=rows) if name in {each.name, str(each.number)} else each for each in registry.members
     ))  # fmt: skip
 
 
-def rekeyed(registry: Registry, name: str, identity: str) -> Registry:
+def rekeyed(registry: Roster, name: str, identity: str) -> Roster:
     """Let a client go on under another identity, and forget what that identity has been so far.
 
     >>> one = Registry((Member(0, "a", "north", True, 0), Member(1, "b", "north", True, 7)))
@@ -119,13 +119,13 @@ def rekeyed(registry: Registry, name: str, identity: str) -> Registry:
     last = max((each.number for each in registry.members if each.trains), default=0)
     if any(each.identity == identity and each.trains and each.number < last for each in registry.members):
         raise FederationError("the new key has a row of its own and others came after it; put back your copy of OUT")
-    return Registry(tuple(replace(each, identity=identity) if each is old else each for each in others))
+    return Roster(tuple(replace(each, identity=identity) if each is old else each for each in others))
 
 
-def load(path: Path) -> Registry:
+def load(path: Path) -> Roster:
     """Read a registry; a file that is not there is an empty one."""
     if not path.exists():
-        return Registry()
+        return Roster()
     try:
         values = read_json(path.read_text())
         if values["version"] != _VERSION:
@@ -135,10 +135,10 @@ def load(path: Path) -> Registry:
             raise ValueError("a number or an identity stands in it twice")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederationError(f"the registry {path} is damaged ({error}); put back your copy of it") from None
-    return Registry(members)
+    return Roster(members)
 
 
-def save(path: Path, registry: Registry) -> None:
+def save(path: Path, registry: Roster) -> None:
     """Write a registry, whole or not at all."""
     values = {"version": _VERSION, "members": [asdict(each) for each in registry.members]}
     write_atomic(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())

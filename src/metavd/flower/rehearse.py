@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from . import compat
 from .client import app as client_app
-from .config import plan
+from .config import run_config
 from .server import run
 
 
@@ -101,4 +101,4 @@ def rehearse(sites: Mapping[str, Mapping[str, Any]], **config: Any) -> dict[str,
         for number, (name, node) in enumerate(sites.items(), 1)
     }
     chosen = {key.replace("_", "-"): value for key, value in config.items()}
-    return run(Rehearsal(nodes), plan({"poll": 0.01, "clients": len(sites), **chosen}))
+    return run(Rehearsal(nodes), run_config({"poll": 0.01, "clients": len(sites), **chosen}))

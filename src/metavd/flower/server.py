@@ -59,8 +59,8 @@ from ..wire import Guard, Limits, encode, sparsity
 from . import compat, figures, registry, site
 from .audit import FILE as AUDIT
 from .audit import Audit
-from .collect import Setup, collect
-from .config import FederationError, Plan, experiment_of, plan
+from .collect import FederationSetup, collect
+from .config import FederationError, RunConfig, experiment_of, run_config
 from .fleet import Fleet, exchange
 from .message import Order, cleaned, read_reply, spec, write_order
 from .parent import watch_parent
@@ -80,7 +80,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run, or go on with, the federation that the run config describes."""
     compat.log_sentences(_TOLD)
     watch_parent()
-    chosen = plan(context.run_config)
+    chosen = run_config(context.run_config)
     try:
         run(grid, chosen)
     except TransportError as error:
@@ -90,17 +90,17 @@ def main(grid: Grid, context: Context) -> None:
         ) from None
 
 
-def run(grid: Grid, plan: Plan) -> dict[str, Any]:
+def run(grid: Grid, config: RunConfig) -> dict[str, Any]:
     """Carry out a run, from its last checkpoint where there is one, and return its result."""
-    store = Store(Path(plan.out).resolve())
-    compat.bound_retries(grid, plan.join_timeout)
+    store = Store(Path(config.out).resolve())
+    compat.bound_retries(grid, config.join_timeout)
     # The ServerApp of a run that was killed a moment ago may still be there.
-    with store.lock(seconds=plan.join_timeout, report=_LOG.warning):
+    with store.lock(seconds=config.join_timeout, report=_LOG.warning):
         if store.is_finished():
-            _remembered(plan, store)
+            _remembered(config, store)
             _LOG.info("%s holds this run, finished; name another folder with out to run again", store.folder)
             return store.read_result()
-        fleet = Fleet(grid, plan, registry.load(store.folder / registry.FILE), Audit(store.folder / AUDIT))
+        fleet = Fleet(grid, config, registry.load(store.folder / registry.FILE), Audit(store.folder / AUDIT))
         setup = _setup(fleet, store)
         with torch.no_grad(), tuned(setup.task.num_weights, "cpu"):
             return _run(fleet, setup, store)
@@ -109,25 +109,27 @@ def run(grid: Grid, plan: Plan) -> dict[str, Any]:
 # --- before the first round --------------------------------------------------------------------------------------
 
 
-def _setup(fleet: Fleet, store: Store) -> Setup:
+def _setup(fleet: Fleet, store: Store) -> FederationSetup:
     """Wait for the clients, and find out or remember what is trained."""
-    plan = fleet.plan
-    expected = max(plan.clients, fleet.registry.rows)
-    least = plan.needed(plan.asked(max(expected, 1)))
+    config = fleet.config
+    expected = max(config.clients, fleet.registry.rows)
+    least = config.needed(config.asked(max(expected, 1)))
     fleet.wait(0, enough=max(expected, 1), least=least, everyone=not expected)
     if store.is_run():
-        experiment, takes, classes = _remembered(plan, store)
+        experiment, takes, classes = _remembered(config, store)
     else:
         experiment, takes, classes = _agreed(fleet)
         store.open(to_toml(experiment))
         write_atomic(store.folder / TAKES, json.dumps({"takes": described(takes), "classes": classes}).encode())
-    if not plan.data:
+    if not config.data:
         fleet.fits = lambda look: site.check_fit(look, takes, classes)
-    made = _task(plan, experiment, takes)
-    return Setup(plan, experiment, spec(experiment, takes, classes), made, _cohorts(plan, made.algorithm.privacy))
+    made = _task(config, experiment, takes)
+    return FederationSetup(
+        config, experiment, spec(experiment, takes, classes), made, _cohorts(config, made.algorithm.privacy)
+    )
 
 
-def _cohorts(plan: Plan, privacy: Mechanism | None) -> Tensor | None:
+def _cohorts(config: RunConfig, privacy: Mechanism | None) -> Tensor | None:
     """Return a key that only this process knows, where sampling is to hide clients."""
     if privacy is None:
         return None
@@ -137,32 +139,32 @@ def _cohorts(plan: Plan, privacy: Mechanism | None) -> Tensor | None:
             f"sampling is fixed and cohort is {privacy.cohort} of {privacy.clients}, but how many clients are there "
             "varies, which epsilon has no bound for; use sampling=poisson, or cohort=0"
         )
-    return None if plan.seeded_noise else torch.tensor(int.from_bytes(os.urandom(8), "little", signed=True))
+    return None if config.seeded_noise else torch.tensor(int.from_bytes(os.urandom(8), "little", signed=True))
 
 
-def _limits(plan: Plan, privacy: Mechanism | None) -> Limits:
+def _limits(config: RunConfig, privacy: Mechanism | None) -> Limits:
     """Return what the guard puts up with: whom it refuses may not depend on others where clients are to be hidden."""
     if privacy is None:
-        return plan.limits
-    free = replace(plan.limits, max_size=math.inf, max_against=math.inf, max_change=math.inf)
+        return config.limits
+    free = replace(config.limits, max_size=math.inf, max_against=math.inf, max_change=math.inf)
     return replace(free, max_norm=math.inf) if privacy.sites else free
 
 
 def _agreed(fleet: Fleet) -> tuple[Experiment, Source, list[str]]:
-    plan = fleet.plan
-    looks = {} if plan.data else fleet.agree()
-    clients = plan.clients or sum(each.trains for each in fleet.candidates.values())
-    if plan.data:
-        data, takes, classes = site.shared(plan.data)
-        return experiment_of(plan, takes, clients, data.defaults, data.fingerprint), takes, classes
+    config = fleet.config
+    looks = {} if config.data else fleet.agree()
+    clients = config.clients or sum(each.trains for each in fleet.candidates.values())
+    if config.data:
+        data, takes, classes = site.shared(config.data)
+        return experiment_of(config, takes, clients, data.defaults, data.fingerprint), takes, classes
     if not looks:
         raise FederationError("no site has rows that a run can begin with; the log says why each is left out")
-    takes, classes = site.agree(looks, plan.classes)
+    takes, classes = site.agree(looks, config.classes)
     content = hashlib.sha256(json.dumps([described(takes), classes]).encode()).hexdigest()[:12]
-    return experiment_of(plan, takes, clients, _OWN_ROWS, content), takes, classes
+    return experiment_of(config, takes, clients, _OWN_ROWS, content), takes, classes
 
 
-def _remembered(plan: Plan, store: Store) -> tuple[Experiment, Source, list[str]]:
+def _remembered(config: RunConfig, store: Store) -> tuple[Experiment, Source, list[str]]:
     """Read what a run that is gone on with was made of, and compare it with what is asked now."""
     try:
         there = replace(with_settings(Experiment(), from_toml(store.config)), device="cpu")
@@ -173,7 +175,7 @@ def _remembered(plan: Plan, store: Store) -> tuple[Experiment, Source, list[str]
         takes, classes = restored(values["takes"]), list(values["classes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederationError(f"{store.folder / TAKES} is damaged ({error}); put back your copy of it") from None
-    now = experiment_of(plan, takes, int(there.clients), _defaults(plan), there.content)
+    now = experiment_of(config, takes, int(there.clients), _defaults(config), there.content)
     if spec_hash(now) != spec_hash(there):
         raise FederationError(
             f"{store.folder} holds another run ({there.method}, {there.rounds} rounds, seed {there.seed}, or other "
@@ -182,15 +184,15 @@ def _remembered(plan: Plan, store: Store) -> tuple[Experiment, Source, list[str]
     return there, takes, classes
 
 
-def _defaults(plan: Plan) -> Mapping[str, Any]:
-    return site.shared(plan.data)[0].defaults if plan.data else _OWN_ROWS
+def _defaults(config: RunConfig) -> Mapping[str, Any]:
+    return site.shared(config.data)[0].defaults if config.data else _OWN_ROWS
 
 
-def _task(plan: Plan, e: Experiment, takes: Source) -> Task:
-    normal = None if plan.seeded_noise else secret
-    if not plan.server_data:
+def _task(config: RunConfig, e: Experiment, takes: Source) -> Task:
+    normal = None if config.seeded_noise else secret
+    if not config.server_data:
         return task(e, takes, normal=normal)
-    given = samples(plan.server_data, takes, [str(label) for label in range(takes.num_classes)])
+    given = samples(config.server_data, takes, [str(label) for label in range(takes.num_classes)])
     own = Federation(replace(takes, x=given.x), (), (), (), 0, 0, torch.arange(len(given.x)).numpy())
     held = pool(own, "cpu", getattr(torch, e.dtype), channels_last=channels_last(e))
     return task(e, takes, server_rows=lambda key: held.inputs(torch.arange(len(held.x)), key), normal=normal)
@@ -199,15 +201,15 @@ def _task(plan: Plan, e: Experiment, takes: Source) -> Task:
 # --- rounds --------------------------------------------------------------------------------------------------------
 
 
-def _run(fleet: Fleet, setup: Setup, store: Store) -> dict[str, Any]:
+def _run(fleet: Fleet, setup: FederationSetup, store: Store) -> dict[str, Any]:
     e = setup.experiment
     found = load_checkpoint(store.checkpoint, report=_LOG.warning, spec=spec_hash(e), seed=e.seed)
     state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
     store.cut_rounds(int(state.round))
     privacy = setup.task.algorithm.privacy
-    ledger = Ledger.opened(privacy, extra, None if setup.plan.seeded_noise else store.folder / RELEASES)
+    ledger = Ledger.opened(privacy, extra, None if setup.config.seeded_noise else store.folder / RELEASES)
     setup = replace(setup, asking=ledger.asking)
-    guard = Guard.restored(_limits(setup.plan, privacy), extra.get("guard", {}))
+    guard = Guard.restored(_limits(setup.config, privacy), extra.get("guard", {}))
     offences = registry.load_offences(store.folder)
     guard.offences |= {client: max(count, guard.offences.get(client, 0)) for client, count in offences.items()}
     turns = {int(client): round for client, round in extra.get("turns", {}).items()}
@@ -304,11 +306,11 @@ class _Log(Silent):
         _LOG.info(text.strip())
 
 
-def _joined(fleet: Fleet, setup: Setup, state: ServerState, store: Store) -> ServerState:
+def _joined(fleet: Fleet, setup: FederationSetup, state: ServerState, store: Store) -> ServerState:
     """Number newcomers and give them rows; wait until there are clients enough for a round."""
-    done, plan = int(state.round), setup.plan
+    done, config = int(state.round), setup.config
     rows = max(int(setup.experiment.clients), fleet.registry.rows)
-    least = plan.needed(plan.asked(rows))
+    least = config.needed(config.asked(rows))
     fleet.wait(done, enough=least, least=least)
     if fleet.settle(done) or not (store.folder / registry.FILE).exists():
         registry.save(store.folder / registry.FILE, fleet.registry)
@@ -332,7 +334,7 @@ class Tests:
     """Lets clients test their own models, and counts what that costs."""
 
     fleet: Fleet
-    setup: Setup
+    setup: FederationSetup
     down: int
     """Bytes of the models that they were sent."""
     turns: Mapping[int, int]
@@ -342,16 +344,18 @@ class Tests:
 
     def run(self, state: ServerState) -> Tested:
         """Let every client that is there test its own model."""
-        fleet, plan, done = self.fleet, self.setup.plan, int(state.round)
+        fleet, config, done = self.fleet, self.setup.config, int(state.round)
         answers = exchange(
-            fleet.grid, self._orders(state), MessageType.EVALUATE, round=done, seconds=plan.round_timeout,
-            poll=plan.poll, meanwhile=lambda: fleet.greet(done),
+            fleet.grid, self._orders(state), MessageType.EVALUATE, round=done, seconds=config.round_timeout,
+            poll=config.poll, meanwhile=lambda: fleet.greet(done),
         )  # fmt: skip
         reports = {}
         members = {each.number: each for each in fleet.registry.members}
         for client, content in sorted(answers.content.items()):
             look = fleet.looks.get(members[client].identity)
-            most = figures.Most(self.guard.rows.get(client, plan.max_samples), look.rows if look else plan.max_samples)
+            most = figures.Most(
+                self.guard.rows.get(client, config.max_samples), look.rows if look else config.max_samples
+            )
             try:
                 reports[client] = figures.checked(read_reply(content)[1], most)
             except (ArithmeticError, TypeError, ValueError) as error:
@@ -379,10 +383,10 @@ class Tests:
                 params = state.params | {EMBEDDING: state.params[EMBEDDING].mean(0, keepdim=True)}
             else:
                 params = algorithm.admit(state.params, state.round, ())
-            data = encode(params, half=setup.plan.half)
+            data = encode(params, half=setup.config.half)
             self.down += len(data)
             order = Order(
-                int(state.round), member.number, int(state.key), setup.spec, setup.plan.half,
+                int(state.round), member.number, int(state.key), setup.spec, setup.config.half,
                 whole=fit and not member.trains, turn=self.turns.get(member.number, 0), params=data,
             )  # fmt: skip
             orders[member.number] = (node, write_order(order))
@@ -396,7 +400,7 @@ def _parts(reports: Reports) -> dict[str, list[Mapping[str, Any]]]:
     }
 
 
-def _summary(setup: Setup, state: ServerState, reports: Reports) -> dict[str, Any]:
+def _summary(setup: FederationSetup, state: ServerState, reports: Reports) -> dict[str, Any]:
     parts = {name: figures.pooled(part) for name, part in _parts(reports).items()}
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     clients = [client for client in reports if client < registry.GUESTS] or [0]
@@ -414,7 +418,7 @@ def _summary(setup: Setup, state: ServerState, reports: Reports) -> dict[str, An
 
 
 def _files(
-    fleet: Fleet, setup: Setup, state: ServerState, reports: Reports
+    fleet: Fleet, setup: FederationSetup, state: ServerState, reports: Reports
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return what `metavd show` and `metavd report` read beside the result."""
     rows = fleet.registry.rows

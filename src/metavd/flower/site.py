@@ -92,7 +92,7 @@ def look(node: Mapping[str, Any]) -> Look | None:
         raise FederationError(f"data is {text!r}, which names {len(parts)} datasets, but a site holds one; name one")
     names: tuple[str, ...] = ()
     if parts[0].name == "npz":
-        path, options = npz.find_npz(need_folder(Path(parts[0].path).expanduser())), dict(parts[0].options)
+        path, options = npz.npz_file(need_folder(Path(parts[0].path).expanduser())), dict(parts[0].options)
         numbers = options.pop("kind", "auto") == "numbers" or "features" in npz.keys(path)
         found = npz.read(path, **options)
         x, y, test = found.x, found.y, found.test

@@ -48,7 +48,7 @@ def feddbe(parts: Parts, o: FedDBEOptions) -> core.types.Algorithm:
     layer = linear_head(model, "feddbe")
     bias, width = dbe.Bias(layer, float(o.warm_rounds)), model.layers[layer][1]
     outer = dbe.biased(parts.outer, bias)
-    loss = core.objective.total(outer, dbe.pull(model, bias, o.kappa, o.momentum))
+    loss = core.objective.total(outer, dbe.towards(model, bias, o.kappa, o.momentum))
 
     def rate(name: str) -> float:
         return o.bias_rate if name == dbe.BIAS else 1.0

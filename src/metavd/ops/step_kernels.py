@@ -56,7 +56,7 @@ def _descend(starts, slopes, ends, sizes, squares, moving, lr, limit, CLIP: tl.c
 
 
 @kernel()
-def _pull(number, sources, outs, sizes, BLOCK: tl.constexpr):
+def _gather(number, sources, outs, sizes, BLOCK: tl.constexpr):
     first = tl.load(number)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for i in tl.static_range(len(sources)):
@@ -91,9 +91,9 @@ def descend(
     return ends
 
 
-def pull(values: list[Tensor], number: Tensor) -> list[Tensor]:
+def gathered(values: list[Tensor], number: Tensor) -> list[Tensor]:
     """Return values[i][number] of contiguous tensors, where the number (1,) is known to the device alone."""
     outs = [value.new_empty(value.shape[1:]) for value in values]
     sizes = tuple(out.numel() for out in outs)
-    _pull[(triton.cdiv(max(sizes), _BLOCK),)](number, tuple(values), tuple(outs), sizes, BLOCK=_BLOCK)
+    _gather[(triton.cdiv(max(sizes), _BLOCK),)](number, tuple(values), tuple(outs), sizes, BLOCK=_BLOCK)
     return outs

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from ..evaluate.figures import headline, number
 from .groups import Group, parts
 from .pictures import Picture, logarithmic, marked, panel
-from .read import Run
+from .read import FinishedRun
 
 Series = dict[float, float]
 """Round (or MB) -> value."""
@@ -30,7 +30,7 @@ _BANDS = 6
 """Up to so many groups show the spread of their seeds; more would only cover each other."""
 
 
-def evaluated(run: Run, *path: str) -> Series:
+def evaluated(run: FinishedRun, *path: str) -> Series:
     """Return a figure at every evaluation."""
     found = {float(record["round"]): number(record, *path) for record in run.rounds}
     last = run.number("tested_round") or run.number("rounds")
@@ -39,7 +39,7 @@ def evaluated(run: Run, *path: str) -> Series:
     return {place: value for place, value in sorted(found.items()) if value is not None}
 
 
-def recorded(run: Run, *names: str) -> Series:
+def recorded(run: FinishedRun, *names: str) -> Series:
     """Return the sum of a round's numbers, averaged in blocks where rounds are many."""
     found = {}
     for record in run.rounds:
@@ -81,12 +81,12 @@ def cost(groups: Sequence[Group]) -> Iterator[Picture]:
         yield from _lines("cost-epsilon", title, groups, lambda run: recorded(run, "epsilon"), zero=True)
 
 
-def _at(*path: str, factor: float = 1.0) -> Callable[[Run], Series]:
+def _at(*path: str, factor: float = 1.0) -> Callable[[FinishedRun], Series]:
     """Return a reader of one figure at every evaluation."""
     return lambda run: _scaled(evaluated(run, *path), factor)
 
 
-def _against_traffic(run: Run) -> Series:
+def _against_traffic(run: FinishedRun) -> Series:
     sent, total = {}, 0.0
     for record in run.rounds:
         total += ((number(record, "down") or 0.0) + (number(record, "up") or 0.0)) / 1e6
@@ -115,7 +115,7 @@ def _over_seeds(series: Sequence[Series], *, in_turn: bool) -> tuple[list[float]
 
 
 def _lines(
-    name: str, title: str, groups: Sequence[Group], values: Callable[[Run], Series], *, x: str = "round",
+    name: str, title: str, groups: Sequence[Group], values: Callable[[FinishedRun], Series], *, x: str = "round",
     log: bool = False, zero: bool = False, share: bool = False,
 ) -> Iterator[Picture]:  # fmt: skip
     """Draw one line for each group: the mean over its seeds and, of few groups, their range.

@@ -10,7 +10,7 @@ import numpy as np
 from ..evaluate.figures import Figure, of_clients
 from .groups import Gain, Group, federation, left_out
 from .pictures import INK, PAPER, Picture, logarithmic, panel, short, tag
-from .read import Run
+from .read import FinishedRun
 
 _DOTS = 400
 """Dots of a picture; of more clients every n-th is drawn."""
@@ -83,7 +83,7 @@ def _by_name(gains: Sequence[Gain], baseline: str, span: tuple[float, float]) ->
 
 def table(groups: Sequence[Group]) -> dict[str, Any]:
     """Return what the page's table of clients shows: for each set of clients, who they are and all methods' figures."""
-    sets: dict[tuple[Any, ...], list[tuple[Group, Run]]] = {}
+    sets: dict[tuple[Any, ...], list[tuple[Group, FinishedRun]]] = {}
     for group in groups:
         for run in group.runs:
             if run.clients:
@@ -101,12 +101,12 @@ def table(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
-def _place(group: Group, run: Run) -> str:
+def _place(group: Group, run: FinishedRun) -> str:
     """Return which of its group's runs a run is."""
     return f"seed {run.seed}" + (f", without {left_out(run)}" if group.left_out else "")
 
 
-def _set(members: Sequence[tuple[Group, Run]], shown: Sequence[Figure], *, alone: bool) -> dict[str, Any]:
+def _set(members: Sequence[tuple[Group, FinishedRun]], shown: Sequence[Figure], *, alone: bool) -> dict[str, Any]:
     first = members[0][1]
     kept = [c for kind in (False, True) for c in [c for c in first.clients if c.unseen is kind][:_ROWS]]
     names = ", ".join(group.name for group, _ in members)
@@ -133,7 +133,7 @@ def _rounded(value: float | None, figure: Figure) -> float | None:
     return None if value is None else round(figure.factor * value, figure.digits)
 
 
-def _main_label(run: Run, client: Any) -> str:
+def _main_label(run: FinishedRun, client: Any) -> str:
     """Return the class that the client has most training rows of, and its share of them."""
     labels = run.labels_of(client)
     if labels is None or not labels.sum():

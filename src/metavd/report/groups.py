@@ -14,7 +14,7 @@ from .. import methods
 from ..data.collection import SHOWN
 from ..data.partition import NAMED
 from ..runs.settings import RUNTIME, SETTINGS
-from .read import PARTS, ReportError, Run
+from .read import PARTS, FinishedRun, ReportError
 
 BASELINE = "fedavg"
 _ASIDE = RUNTIME | {"seed"}
@@ -38,7 +38,7 @@ _DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """How a group is drawn, in every figure alike."""
 
     colour: str
@@ -53,8 +53,8 @@ class Group:
     index: int
     name: str
     method: str
-    runs: tuple[Run, ...]
-    look: Look
+    runs: tuple[FinishedRun, ...]
+    look: Style
 
     def numbers(self, *path: str) -> list[float]:
         """Return a figure of every run that has it."""
@@ -67,18 +67,18 @@ class Group:
         return sorted(found) if len(found) > 1 else []
 
 
-def left_out(run: Run) -> str:
+def left_out(run: FinishedRun) -> str:
     """Return the clients that a run was told by name to leave out; nothing where it was told their number."""
     unseen = run.config.get("unseen")
     return unseen.removeprefix(NAMED) if isinstance(unseen, str) else ""
 
 
-def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group], list[str]]:
+def group(runs: Sequence[FinishedRun], baseline: str | None = None) -> tuple[list[Group], list[str]]:
     """Sort runs into groups, in the catalogue's order, and say which runs were left out.
 
     The baseline, fedavg or what is asked for, is grey.
     """
-    made: dict[tuple[Any, ...], dict[_Place, Run]] = {}
+    made: dict[tuple[Any, ...], dict[_Place, FinishedRun]] = {}
     notes = []
     for run in runs:
         known = settings(run) | ({"unseen": NAMED} if left_out(run) else {})
@@ -97,7 +97,7 @@ def group(runs: Sequence[Run], baseline: str | None = None) -> tuple[list[Group]
     groups = []
     for index, (same, name) in enumerate(zip(sets, names, strict=True)):
         method = _first(same).method
-        look = Look(_GREY, "o", "-") if method == (baseline or BASELINE) else _look(next(colours))
+        look = Style(_GREY, "o", "-") if method == (baseline or BASELINE) else _look(next(colours))
         groups.append(Group(index, name, method, tuple(same[place] for place in sorted(same)), look))
     return groups, notes
 
@@ -111,17 +111,17 @@ def parts(groups: Sequence[Group]) -> dict[str, str]:
     }
 
 
-def _look(place: int) -> Look:
+def _look(place: int) -> Style:
     """Return the place-th look; colours come again with another dash."""
     cycle = len(_COLOURS)
-    return Look(_COLOURS[place % cycle], _MARKERS[place % cycle], _DASHES[place // cycle % len(_DASHES)])
+    return Style(_COLOURS[place % cycle], _MARKERS[place % cycle], _DASHES[place // cycle % len(_DASHES)])
 
 
-def _first(same: Mapping[_Place, Run]) -> Run:
+def _first(same: Mapping[_Place, FinishedRun]) -> FinishedRun:
     return same[min(same)]
 
 
-def settings(run: Run) -> dict[str, Any]:
+def settings(run: FinishedRun) -> dict[str, Any]:
     """Return what decides the run's numbers but for the seed; a folder without config.toml has only its result."""
     # A run from before there was a setting is one of those that leave it at its default.
     unused = {name for name, each in SETTINGS.items() if each.later and run.config.get(name) == each.default}
@@ -129,14 +129,14 @@ def settings(run: Run) -> dict[str, Any]:
     return {"method": run.method, "data": run.data, "rounds": run.result["rounds"], **found}
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[FinishedRun]) -> list[str]:
     """Return the settings that are not the same in all runs, in the order of the files."""
     each = [settings(run) for run in runs]
     keys = dict.fromkeys(key for one in each for key in one)
     return [key for key in keys if len({repr(one.get(key)) for one in each}) > 1]
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[FinishedRun]) -> list[str]:
     """Name groups by method and, where that is not enough, by what differs between those of one method."""
     shared = [key for key in ("data", "partition", "clients", "rounds") if key in differing(runs)]
     names: list[str] = []
@@ -151,7 +151,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return names
 
 
-def federation(run: Run) -> tuple[Any, ...]:
+def federation(run: FinishedRun) -> tuple[Any, ...]:
     """Return a value that two runs share exactly if client 3 of the one is client 3 of the other, with the same rows.
 
     It holds the settings that decide it, and the sizes of all clients as a check. A run whose settings or clients are
@@ -175,7 +175,7 @@ def tasks(groups: Sequence[Group]) -> int:
     })  # fmt: skip
 
 
-def _dealt(run: Run, away: Sequence[str]) -> Iterator[str]:
+def _dealt(run: FinishedRun, away: Sequence[str]) -> Iterator[str]:
     """Yield how a run's data are dealt; `away` are those who are left out in turn."""
     return (repr(away if away and key == "unseen" else run.config.get(key)) for key in _CLIENTS[:-1])
 

@@ -23,7 +23,7 @@ from . import curves, gains, intervals, personal, reliability, summary
 from .groups import Group, baseline_of, group, left_out, parts, settings, tasks
 from .groups import gains as gains_over
 from .pictures import Picture, looking_alike, publish, slug
-from .read import Run, printable, read_runs
+from .read import FinishedRun, printable, read_runs
 from .summary import NOTHING
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -142,7 +142,7 @@ def _over(groups: Sequence[Group]) -> str:
     return "clients" if max(found) == 1 else "both"
 
 
-def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
+def _facts(groups: Sequence[Group], runs: Sequence[FinishedRun]) -> list[str]:
     """Return what the page is about, in a few words each."""
 
     def each(values: Iterable[Any]) -> str:
@@ -161,7 +161,7 @@ def _facts(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _tested(run: Run, part: str) -> str:
+def _tested(run: FinishedRun, part: str) -> str:
     """Return how many clients of a group the result is of, and of a sample how many there are."""
     whole = run.number("sampled", part, "of")
     return str(int(run.number(part, "clients") or 0)) + ("" if whole is None else f" of {whole:.0f}")
@@ -202,7 +202,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _made(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def _made(runs: Sequence[FinishedRun]) -> list[tuple[str, str]]:
     """Return versions, commit and machine; several where runs were made at different places."""
     names = {
         "metavd": "version", "commit": "commit", "Python": "python", "torch": "torch", "device": "device",
@@ -214,7 +214,7 @@ def _made(runs: Sequence[Run]) -> list[tuple[str, str]]:
     ]
 
 
-def _about(group: Group, run: Run) -> dict[str, Any]:
+def _about(group: Group, run: FinishedRun) -> dict[str, Any]:
     """Return a run's identity, and the command that repeats it."""
     away = left_out(run) if group.left_out else ""
     without = f"-without-{slug(away)}" if away else ""
@@ -234,7 +234,7 @@ def _about(group: Group, run: Run) -> dict[str, Any]:
     }
 
 
-def _needs(run: Run) -> str:
+def _needs(run: FinishedRun) -> str:
     """Say what the command line cannot know: data and networks that were handed over in Python."""
     if "/" in str(run.config.get("content", "")):
         return "its network was handed over in Python; repeat it with metavd.run(module=...)"

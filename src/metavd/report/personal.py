@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from .groups import Group
 from .pictures import PAPER, WIDTH, Picture, panel, short, slug, tag
-from .read import Rates, Run
+from .read import FinishedRun, LayerRates
 
 _CLASSES = (
     "#3b7dd8", "#e07b2a", "#2e9e6b", "#d1495b", "#8b62c9", "#1aa3b8", "#c49a00", "#d867a8", "#a0694b", "#7aa52c",
@@ -36,7 +36,7 @@ def rates(groups: Sequence[Group]) -> Iterator[Picture]:
                 )
 
 
-def _rates(group: Group, layer: str, rates: Rates, run: Run) -> Figure:
+def _rates(group: Group, layer: str, rates: LayerRates, run: FinishedRun) -> Figure:
     names = run.client_names()
     figure = Figure(figsize=(WIDTH, 3.6 + 0.12 * max(len(names) - 14, 0)), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, 2])
@@ -91,7 +91,7 @@ def embeddings(groups: Sequence[Group]) -> Iterator[Picture]:
             )
 
 
-def _map(group: Group, run: Run, points: np.ndarray) -> Figure:
+def _map(group: Group, run: FinishedRun, points: np.ndarray) -> Figure:
     figure, axes = panel(f"{short(group.name, 28)}, seed {run.seed}", height=3.6)
     place, share = plane(points)
     labels = run.details.labels

@@ -61,7 +61,7 @@ class Doubt:
 
 
 @dataclass(frozen=True, eq=False)
-class Rates:
+class LayerRates:
     """Dropout rates of a layer: edges (M + 1,), and how many (N, M) a client has."""
 
     edges: np.ndarray
@@ -76,13 +76,13 @@ class Details:
     entropy: Mapping[str, Doubt] = field(default_factory=dict)
     labels: np.ndarray | None = None
     """(C, K) training rows of each class."""
-    rates: Mapping[str, Rates] = field(default_factory=dict)
+    rates: Mapping[str, LayerRates] = field(default_factory=dict)
     embeddings: np.ndarray | None = None
     """(N, E)"""
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class FinishedRun:
     """One finished run."""
 
     folder: Path
@@ -138,7 +138,7 @@ def printable(value: Any) -> Any:
     return [printable(each) for each in value] if isinstance(value, list) else value
 
 
-def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+def read_runs(folders: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
     """Return the finished runs in and below folders, and notes on what could not be used."""
     found: dict[Path, Path] = {}
     for folder in folders:
@@ -170,7 +170,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
             yield Path(place)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> FinishedRun:
     """Read one folder; ReportError where it holds no finished run."""
     store = Store(folder)
     try:
@@ -191,7 +191,7 @@ def read_run(folder: Path) -> Run:
             notes.append(f"{path} is damaged ({printable(str(error))}); what needs it is left out")
             return empty
 
-    return Run(
+    return FinishedRun(
         folder=folder,
         method=result["method"],
         data=result["data"],
@@ -242,7 +242,9 @@ def _details(value: Mapping[str, Any]) -> Details:
         entropy=_by_part(value["entropy"], partial(_binned, Doubt)),
         labels=None if value["labels"] is None else _counts(value["labels"], 2),
         rates={
-            printable(str(layer)): Rates(_edges(each["edges"]), _counts(each["clients"], 2, len(each["edges"]) - 1))
+            printable(str(layer)): LayerRates(
+                _edges(each["edges"]), _counts(each["clients"], 2, len(each["edges"]) - 1)
+            )
             for layer, each in (value["rates"] or {}).items()
         },
         embeddings=None if value["embeddings"] is None else _array(value["embeddings"], 2),

@@ -61,7 +61,7 @@ def _bounds(result: Mapping[str, Any], column: Column) -> tuple[float, float] | 
 NOTHING = "\N{EN DASH}"
 
 
-class Cell(NamedTuple):
+class CellText(NamedTuple):
     """A cell as text: the figure, its interval, and whether it is the best of its column."""
 
     value: str
@@ -69,24 +69,24 @@ class Cell(NamedTuple):
     best: bool
 
 
-def cell(found: Estimate | None, column: Column, *, best: bool = False) -> Cell:
+def cell(found: Estimate | None, column: Column, *, best: bool = False) -> CellText:
     """Write "91.2" and "± 0.8", or "91.2" and "89.1 – 93.0"."""
     if found is None:
-        return Cell(NOTHING, "", best=False)
+        return CellText(NOTHING, "", best=False)
     text = ""
     if found.low is not None and found.high is not None:
         low, high = f"{found.low:.{column.digits}f}", f"{found.high:.{column.digits}f}"
         text = f"± {found.high - found.value:.{column.digits}f}" if found.over == "seeds" else f"{low} {NOTHING} {high}"
-    return Cell(f"{found.value:.{column.digits}f}", text, best)
+    return CellText(f"{found.value:.{column.digits}f}", text, best)
 
 
-def rows(groups: Sequence[Group], wanted: Sequence[Column]) -> list[list[Cell]]:
+def rows(groups: Sequence[Group], wanted: Sequence[Column]) -> list[list[CellText]]:
     """Return one row for each group; the best of a column is marked."""
     made = [_cells([estimate(group, column) for group in groups], column) for column in wanted]
     return [[cells[line] for cells in made] for line in range(len(groups))]
 
 
-def _cells(found: Sequence[Estimate | None], column: Column) -> list[Cell]:
+def _cells(found: Sequence[Estimate | None], column: Column) -> list[CellText]:
     # What the table shows decides, so that two figures that look the same are marked alike.
     shown = [None if each is None else round(each.value, column.digits) for each in found]
     known = {value for value in shown if value is not None}
@@ -99,7 +99,7 @@ def away(groups: Sequence[Group]) -> list[str]:
     return sorted({name for group in groups for name in group.left_out})
 
 
-def away_rows(groups: Sequence[Group]) -> list[list[Cell]]:
+def away_rows(groups: Sequence[Group]) -> list[list[CellText]]:
     """Return, for each group, the accuracy on each client that was left out in turn, and its mean over them."""
     shown = get("accuracy").column("unseen")
     columns = [

@@ -31,7 +31,7 @@ _FIGURES = (
 """What an evaluation on the way leaves in its round's row; the last one is the result itself."""
 
 
-class Rows(list[Row]):
+class RowList(list[Row]):
     """A table, a mapping for each row; a notebook shows it as one, and `.frame()` is it as a pandas DataFrame."""
 
     def frame(self) -> Any:
@@ -70,19 +70,19 @@ class Result(dict[str, Any]):
         self._history, self._clients, self._personal = history, clients, personal
 
     @property
-    def history(self) -> Rows:
+    def history(self) -> RowList:
         """A row for each round: who took part, loss, traffic; and the figures where it was evaluated."""
         rows = self._history()
         last = {name: self[name] for name in _FIGURES if name in self}
         if not rows or self["tested_round"] != rows[-1]["round"]:
-            return Rows(rows)
-        return Rows([*rows[:-1], _unevaluated(rows[-1]) | last])
+            return RowList(rows)
+        return RowList([*rows[:-1], _unevaluated(rows[-1]) | last])
 
     @property
-    def clients(self) -> Rows:
+    def clients(self) -> RowList:
         """A row for each client: its name where it has one, whether it is unseen, its sizes and figures."""
         # A client's name stays a text, whatever it looks like.
-        return Rows(
+        return RowList(
             {key: value if key == "name" else _value(value) for key, value in row.items()} for row in self._clients()
         )
 

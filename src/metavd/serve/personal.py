@@ -39,7 +39,7 @@ from .samples import Given, Samples, blank, class_names, domain_number, samples
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedRun:
     """A run's folder, opened."""
 
     folder: Path | None
@@ -59,7 +59,7 @@ def open_run(
     root: str | Path | None = None,
     device: str | None = None,
     note: Note = log,
-) -> Trained:
+) -> TrainedRun:
     """Build a run's parts again and load the state that it tested, once it is known to be just that.
 
     Args:
@@ -87,7 +87,7 @@ def open_run(
         raise UserError(f"the data or the network are not those that the run in {folder} was trained with ({now})")
     result = store.read_result() if store.result.exists() else None
     state = _tested(store, setup, result, note)
-    return Trained(store.folder, setup, state, result, module)
+    return TrainedRun(store.folder, setup, state, result, module)
 
 
 def _check_readable(given: Experiment, folder: str | Path) -> None:
@@ -119,7 +119,7 @@ def _tested(store: Store, setup: Setup, result: Mapping[str, Any] | None, note: 
 
 
 def personalize(
-    run: str | Path | Trained,
+    run: str | Path | TrainedRun,
     source: Given | None = None,
     *,
     client: str | int | None = None,
@@ -152,7 +152,7 @@ def personalize(
 
 
 def personalize_each(
-    run: str | Path | Trained,
+    run: str | Path | TrainedRun,
     source: Given | None = None,
     *,
     client: str | int | None = None,
@@ -177,16 +177,16 @@ def personalize_each(
     return _new(trained, rows, None if client is None else str(client), classes)
 
 
-def opened(run: str | Path | Trained, **how: Any) -> Trained:
+def opened(run: str | Path | TrainedRun, **how: Any) -> TrainedRun:
     """Return a run that is open already, or open it."""
-    return run if isinstance(run, Trained) else open_run(run, **how)
+    return run if isinstance(run, TrainedRun) else open_run(run, **how)
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _number(trained: Trained, client: str | int) -> int:
+def _number(trained: TrainedRun, client: str | int) -> int:
     """Return the number of one of the run's clients."""
     federation = trained.setup.pool.federation
     known, everyone = federation.num_clients, federation.num_clients + federation.num_unseen
@@ -201,7 +201,7 @@ def _number(trained: Trained, client: str | int) -> int:
     return int(client)
 
 
-def _participating(trained: Trained, number: int | None, domain: str | None) -> Personal:
+def _participating(trained: TrainedRun, number: int | None, domain: str | None) -> Personal:
     """Give one of the run's clients its model, or a new one what it would receive."""
     pool = trained.setup.pool
     if domain is not None:
@@ -212,7 +212,7 @@ def _participating(trained: Trained, number: int | None, domain: str | None) -> 
     return _model(trained, pool, number, kind=kind, client=pool.federation.name(number), domain=domain)
 
 
-def _new(trained: Trained, rows: Samples, client: str | None, classes: list[str]) -> dict[str, Personal]:
+def _new(trained: TrainedRun, rows: Samples, client: str | None, classes: list[str]) -> dict[str, Personal]:
     """Give clients that the run has never seen their models.
 
     The first of them has the number, and so the random numbers, of the run's first unseen client, and so on: whoever
@@ -247,7 +247,7 @@ def _new(trained: Trained, rows: Samples, client: str | None, classes: list[str]
     }
 
 
-def _model(trained: Trained, pool: Pool | None, number: int, **about: Any) -> Personal:
+def _model(trained: TrainedRun, pool: Pool | None, number: int, **about: Any) -> Personal:
     """Do for one client what evaluation does for all; without a pool the client has nothing to adapt to."""
     setup, state = trained.setup, trained.state
     e, held = setup.experiment, setup.pool.federation

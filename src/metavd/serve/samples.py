@@ -157,7 +157,7 @@ def samples(
     client: ArrayLike | None = None
     test = files = None
     if part is not None and part.name == "npz":
-        path = npz.find_npz(need_folder(Path(part.path).expanduser()))
+        path = npz.npz_file(need_folder(Path(part.path).expanduser()))
         x, y, client, test = npz.read(path, part.options.get("channels", "auto"), labelled=False)
     elif part is not None and part.name == "folder":
         like = _part(data, number or 0)

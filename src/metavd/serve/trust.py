@@ -32,7 +32,7 @@ from ..evaluate.answers import Answers, ClientResult
 from ..evaluate.uncertainty import auroc, fpr95
 from ..runs.evaluation import whom
 from ..runs.setup import Data, channels_last, using
-from .personal import Trained, opened
+from .personal import TrainedRun, opened
 from .samples import Given, blank, fit
 
 COVERAGE = 0.9
@@ -43,7 +43,7 @@ _DOUBTS = {"entropy": "entropy", "information": "mutual information"}
 
 
 def trust(
-    run: str | Path | Trained,
+    run: str | Path | TrainedRun,
     *,
     coverage: float = COVERAGE,
     unknown: Given | None = None,
@@ -87,7 +87,7 @@ def trust(
     return found
 
 
-def _answered(trained: Trained, foreign: np.ndarray | None) -> dict[str, list[ClientResult]]:
+def _answered(trained: TrainedRun, foreign: np.ndarray | None) -> dict[str, list[ClientResult]]:
     """Let every client's own model answer its test rows, or the same foreign rows, by group."""
     setup = trained.setup
     e, rows = setup.experiment, setup.pool
@@ -109,7 +109,9 @@ def _answered(trained: Trained, foreign: np.ndarray | None) -> dict[str, list[Cl
         }
 
 
-def _foreign(given: Given, trained: Trained, rows: int, root: str | Path | None, note: Note) -> tuple[str, np.ndarray]:
+def _foreign(
+    given: Given, trained: TrainedRun, rows: int, root: str | Path | None, note: Note
+) -> tuple[str, np.ndarray]:
     """Return the name and some rows of another dataset, as the run's network takes them."""
     e, source = trained.setup.experiment, trained.setup.pool.federation.source
     if source.domains:

@@ -26,7 +26,7 @@ NEXT = 3
 """Methods that are named after the one that is taken."""
 
 
-class Question(NamedTuple):
+class Wish(NamedTuple):
     """What somebody may want, and the figure that answers it."""
 
     wants: str
@@ -37,23 +37,23 @@ class Question(NamedTuple):
     """Only methods count whose accuracy is within so many points of the best."""
 
 
-def questions() -> list[Question]:
+def questions() -> list[Wish]:
     """Return the ten questions."""
     accuracy, tenth = get("accuracy"), get("percentile_10")
     return [
-        Question("A client meets the same mix of classes as in its own data", accuracy.column("test"), "consistent"),
-        Question("A client may meet any class, whatever it has itself", accuracy.column("test"), "independent"),
-        Question("Clients come that never took part", accuracy.column("unseen")),
-        Question("Nobody may be served badly (the worst tenth of clients)", tenth.column("test")),
-        Question("Probabilities are used as such (NLL)", get("nll").column("test")),
-        Question("Confidence must be accuracy, within 5 points of the most accurate (ECE)",
+        Wish("A client meets the same mix of classes as in its own data", accuracy.column("test"), "consistent"),
+        Wish("A client may meet any class, whatever it has itself", accuracy.column("test"), "independent"),
+        Wish("Clients come that never took part", accuracy.column("unseen")),
+        Wish("Nobody may be served badly (the worst tenth of clients)", tenth.column("test")),
+        Wish("Probabilities are used as such (NLL)", get("nll").column("test")),
+        Wish("Confidence must be accuracy, within 5 points of the most accurate (ECE)",
                  get("ece_top1").column("test"), among=5),
-        Question("Sets of classes with 90 % coverage, as small as possible (LAC)",
+        Wish("Sets of classes with 90 % coverage, as small as possible (LAC)",
                  Column("LAC size", ("trust", "sets", "test", "lac", "size"), 1.0, 2, -1)),
-        Question("Inputs of another kind must be noticed (AUROC)",
+        Wish("Inputs of another kind must be noticed (AUROC)",
                  Column("AUROC", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1)),
-        Question("Traffic is dear, a point of accuracy is not (MB)", SENT._replace(better=-1), among=1),
-        Question("Time is dear, a point of accuracy is not (seconds)", SECONDS._replace(better=-1), among=1),
+        Wish("Traffic is dear, a point of accuracy is not (MB)", SENT._replace(better=-1), among=1),
+        Wish("Time is dear, a point of accuracy is not (seconds)", SECONDS._replace(better=-1), among=1),
     ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def ranked(table: Means, better: int) -> list[tuple[str, float]]:
     return sorted(short.items(), key=lambda item: (item[1], item[0]))
 
 
-def answer(question: Question, groups: Mapping[str, Mapping[str, Sequence[Line]]]) -> tuple[str, str, str]:
+def answer(question: Wish, groups: Mapping[str, Mapping[str, Sequence[Line]]]) -> tuple[str, str, str]:
     """Return the cells of a question's row: what to take, its figures, and what comes next."""
     asked = {key: methods for key, methods in groups.items() if question.protocol in ("", _protocol(methods))}
     table = means(asked, question.column)

@@ -233,7 +233,7 @@ def test_two_processes_at_once(make, rng, tmp_path):
 def test_file_that_changes_while_it_is_read(make, rng, tmp_path):
     """Rows of two states of a file are not kept under the name of one."""
     made = make.npz(tmp_path, rng)
-    plan = module.Plan("x", made.files[0], (made.files[0],), lambda _: None, {})
+    unread = module.Unread("x", made.files[0], (made.files[0],), lambda _: None, {})
 
     def read(_):
         made.files[0].write_bytes(b"other")
@@ -241,7 +241,9 @@ def test_file_that_changes_while_it_is_read(make, rng, tmp_path):
 
     right = load("npz", made.files[0])
     notes = []
-    data = module.cached(module.Plan(plan.name, plan.place, plan.files, read, {}), tmp_path / "cache", notes.append)
+    data = module.cached(
+        module.Unread(unread.name, unread.place, unread.files, read, {}), tmp_path / "cache", notes.append
+    )
     assert data is right
     assert "changed while it was read" in notes[0]
     assert not (tmp_path / "cache").exists()

@@ -101,7 +101,7 @@ def test_check_notes(make, rng, tmp_path):
 
 
 def test_table_of_datasets():
-    """Every argument of a plan is an option with a help text, and nothing else is; settings are complete."""
+    """Every argument of a finder is an option with a help text, and nothing else is; settings are complete."""
     assert set(FORMATS) == {
         "digits", "cifar10", "cifar100", "femnist", "celeba", "mnist", "fashion-mnist", "emnist", "npz", "folder",
         "shakespeare", "sent140", "table", "text",
@@ -115,7 +115,7 @@ def test_table_of_datasets():
             assert set(entry.defaults) - {"drop_from"} == {
                 "clients", "unseen", "cohort", "partition", "test_rows", "rounds", "batch", "model",
             }  # fmt: skip
-        assert set(inspect.signature(entry.plan).parameters) == {"root", *entry.options}
+        assert set(inspect.signature(entry.find).parameters) == {"root", *entry.options}
         assert all(option.help for option in entry.options.values())
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from metavd.data.formats import FileError, cifar, load
-from metavd.data.formats.cifar import plan_cifar10
+from metavd.data.formats.cifar import find_cifar10
 from metavd.data.source import SourceError
 
 
@@ -105,7 +105,7 @@ def test_missing_things_are_named(make, rng, tmp_path):
 def test_root_may_be_the_folder_or_the_archive(make, rng, tmp_path):
     """The dataset's own folder, or its archive, is as good a root as the folder around it."""
     made = make.cifar(tmp_path, rng, kind=10, version="python", packed="tar.gz")
-    assert plan_cifar10(made.files[0]).place == made.files[0]
+    assert find_cifar10(made.files[0]).place == made.files[0]
     other = tmp_path / "other"
     other.mkdir()
     made = make.cifar(other, rng, kind=10, version="python")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from metavd.errors import UserError
 from metavd.flower import server
-from metavd.flower.config import plan
+from metavd.flower.config import run_config
 from metavd.runs.store import Store
 
 from .grid import shares
@@ -48,7 +48,7 @@ def stopped() -> Path:
     kill = Fault("ServerApp killed", "in the last round", breaks("any", 0, Killed), absent=never, named=False)
     stage = Stage(shares(CLIENTS), kill, AT - 1, 0)
     try:
-        server.run(stage, plan(_config(folder / "run")))
+        server.run(stage, run_config(_config(folder / "run")))
     except Killed:
         stage.again()
     (folder / "run" / "offences.json").write_text("{}")
@@ -78,7 +78,7 @@ def restart(name: str, how: str) -> Outcome:
             starts += 1
             try:
                 with alarm(BOUND):
-                    server.run(_stage(), plan(_config(folder)))
+                    server.run(_stage(), run_config(_config(folder)))
                 break
             except Hang:
                 hang = True

@@ -15,7 +15,7 @@ from flwr.app import Message, MessageType
 from metavd.data.source import digits
 from metavd.flower import server
 from metavd.flower.audit import FILE
-from metavd.flower.config import FederationError, plan
+from metavd.flower.config import FederationError, run_config
 
 from .grid import FakeGrid, Node
 from .lies import LOOKS
@@ -46,7 +46,7 @@ def _run(folder: Path, field: str, value: Any, sites: int) -> tuple[str, list[st
 
     config = {"data": "", "clients": LIAR, "rounds": 1, "set": "model=mlp width=8", "join-timeout": 30,
               "method": "fedavg", "out": str(folder), "poll": 0.01}  # fmt: skip
-    result = server.run(FakeGrid(nodes, tamper=tell), plan(config))
+    result = server.run(FakeGrid(nodes, tamper=tell), run_config(config))
     lines = map(json.loads, (folder / FILE).read_text().splitlines())
     return result["model_sha256"], [line["why"] for line in lines if line["event"] == "left out"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from metavd.engine.checkpoint import load_checkpoint
-from metavd.flower.local import Local, federation
+from metavd.flower.local import LocalFederation, federation
 from metavd.runs.store import Store
 
 from .rehearsal import DEAD, STARTS, Outcome, Trial, small_disk, wanted
@@ -36,7 +36,7 @@ Strike = Callable[["Real"], Callable[[], None]]
 class Real:
     """SuperLink and SuperNodes as processes of this machine."""
 
-    local: Local
+    local: LocalFederation
     out: Path
     draw: random.Random
     proxies: dict[str, Proxy] = field(default_factory=dict)

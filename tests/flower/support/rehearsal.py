@@ -26,7 +26,7 @@ from metavd.engine.cohorts import round_of
 from metavd.engine.rounds import Transport
 from metavd.engine.rounds import rounds as every
 from metavd.flower import audit, server
-from metavd.flower.config import FederationError, plan
+from metavd.flower.config import FederationError, run_config
 from metavd.runs.settings import Experiment, with_settings
 from metavd.runs.setup import prepare, start
 from metavd.runs.store import Store
@@ -172,7 +172,7 @@ def rehearse(trial: Trial) -> Outcome:
             folder.mkdir()
             stage.fill = stack.enter_context(small_disk(folder))
             folder = folder / "out"
-        config, reached, said = plan(trial.config(folder)), 0, ""
+        config, reached, said = run_config(trial.config(folder)), 0, ""
         while True:
             starts += 1
             try:
@@ -222,7 +222,7 @@ def _honest(method: str, seed: int, rounds: int) -> dict[str, dict[str, str]]:
     """Return the figures of clients, by client, in a federation that nothing happens to."""
     calm = Trial(Fault("nothing", "", lambda event: [event.reply], config=(("rounds", rounds),)), method, 1, 0, seed)
     with tempfile.TemporaryDirectory(prefix="metavd-honest-") as scratch:
-        server.run(FakeGrid(shares(CLIENTS)), plan(calm.config(Path(scratch) / "run")))
+        server.run(FakeGrid(shares(CLIENTS)), run_config(calm.config(Path(scratch) / "run")))
         return _figures(Path(scratch) / "run")
 
 

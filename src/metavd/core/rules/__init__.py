@@ -9,6 +9,6 @@ so that rules can follow each other (`clip+median`) and go with votes by precisi
 
 from __future__ import annotations
 
-from .catalogue import MEAN, RULES, Ballot, Entry, Rule, check, check_cohort, consensus, parse, rule
+from .catalogue import MEAN, RULES, Ballot, Rule, RuleEntry, check, check_cohort, consensus, parse, rule
 
-__all__ = ["MEAN", "RULES", "Ballot", "Entry", "Rule", "check", "check_cohort", "consensus", "parse", "rule"]
+__all__ = ["MEAN", "RULES", "Ballot", "Rule", "RuleEntry", "check", "check_cohort", "consensus", "parse", "rule"]

@@ -36,7 +36,7 @@ class Ballot(NamedTuple):
 Rule = Callable[[Ballot], Ballot]
 
 
-class Entry(NamedTuple):
+class RuleEntry(NamedTuple):
     """A rule that can be asked for by name."""
 
     name: str
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
     """The same numbers, as far as they are given -> clients that a cohort must have for the rule to mean something."""
 
 
-RULES: Registry[Entry] = Registry(
+RULES: Registry[RuleEntry] = Registry(
     "metavd.aggregations", [f"{__package__}.{name}" for name in ("mean", "coordinates", "krum", "distance", "clip")]
 )
 """Every rule by name."""
@@ -62,7 +62,7 @@ def rule(
     """Register a rule: a function of the numbers after its name that returns what turns a ballot into another."""
 
     def register(build: Build) -> Build:
-        RULES.add(name, Entry(name, text, build, example or name, least), build.__module__)
+        RULES.add(name, RuleEntry(name, text, build, example or name, least), build.__module__)
         return build
 
     return register
@@ -82,7 +82,7 @@ def consensus(moves: Params, votes: Params) -> Params:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _parts(text: str) -> list[tuple[Entry, str]]:
+def _parts(text: str) -> list[tuple[RuleEntry, str]]:
     """Split `clip+median` into its rules, each with its own text."""
     found = []
     for part in text.split("+"):

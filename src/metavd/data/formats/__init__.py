@@ -9,11 +9,28 @@ from .cache import cached
 from .check import Finding, Report, check
 from .external import from_huggingface, from_torchvision
 from .fetch import BY_HAND, REMOTES, Remote, download, fetch
-from .files import FileError, Plan
-from .registry import FORMATS, Info, Option, dataset, info, load, options
+from .files import FileError, Unread
+from .registry import FORMATS, DatasetOption, Info, dataset, info, load, options
 
 __all__ = [
-    "BY_HAND", "FORMATS", "REMOTES", "FileError", "Finding", "Info", "Option", "Plan", "Remote", "Report",
-    "cached", "check", "dataset", "download", "fetch", "from_huggingface", "from_torchvision", "info", "load",
+    "BY_HAND",
+    "FORMATS",
+    "REMOTES",
+    "DatasetOption",
+    "FileError",
+    "Finding",
+    "Info",
+    "Remote",
+    "Report",
+    "Unread",
+    "cached",
+    "check",
+    "dataset",
+    "download",
+    "fetch",
+    "from_huggingface",
+    "from_torchvision",
+    "info",
+    "load",
     "options",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..source import Source, SourceError
-from .files import Plan, fail, plain, source
+from .files import Unread, fail, plain, source
 
 Note = Callable[[str], None]
 """Where a remark goes that is no error."""
@@ -48,43 +48,47 @@ _ARRAYS = ("x", "y", "test", "client")
 _NUMBERS = ("num_classes", "mean", "std", "scale", "augment", "classes", "client_names", "tokens")
 
 
-def cached(plan: Plan, folder: Path | str | None, note: Note = log) -> Source:
+def cached(unread: Unread, folder: Path | str | None, note: Note = log) -> Source:
     """Return the dataset, from its copy in `folder` if there is a good one, and else leave one there.
 
     With a folder the images are mapped, privately: changing them in memory does not change the file.
     """
     # What has no files cannot be read faster from one.
-    before = _digest(plan) if folder is not None and plan.files and plan.keep else None
+    before = _digest(unread) if folder is not None and unread.files and unread.keep else None
     if folder is None or before is None:
-        return _read(plan)
-    path = Path(folder) / f"{plan.name}-{before[0]}-{before[1]}"
-    kept = _load(path, plan, note)
+        return _read(unread)
+    path = Path(folder) / f"{unread.name}-{before[0]}-{before[1]}"
+    kept = _load(path, unread, note)
     if kept is not None:
         return kept
-    fresh = _read(plan)
-    if _digest(plan) != before:
-        note(f"{plan.place} changed while it was read, so no copy was kept.")
+    fresh = _read(unread)
+    if _digest(unread) != before:
+        note(f"{unread.place} changed while it was read, so no copy was kept.")
     elif _write(path, fresh, note):
         _tidy(path, before[0])
         # The mapped copy takes the place of the one in memory.
-        return _load(path, plan, note, verify=False) or fresh
+        return _load(path, unread, note, verify=False) or fresh
     return fresh
 
 
-def _read(plan: Plan) -> Source:
+def _read(unread: Unread) -> Source:
     try:
-        return plan.read(fail)
+        return unread.read(fail)
     except MemoryError:
-        raise SourceError(f"{plan.place}: the dataset does not fit into memory; use a smaller size or part.") from None
+        raise SourceError(
+            f"{unread.place}: the dataset does not fit into memory; use a smaller size or part."
+        ) from None
 
 
-def _digest(plan: Plan) -> tuple[str, str] | None:
+def _digest(unread: Unread) -> tuple[str, str] | None:
     """Return what names the dataset and what names its present state, or None if a file cannot be asked."""
-    options = {key: repr(value) for key, value in sorted(plan.options.items())}
+    options = {key: repr(value) for key, value in sorted(unread.options.items())}
     asked, state = hashlib.sha256(), hashlib.sha256()
-    asked.update(json.dumps([VERSION, plan.name, str(plan.place.absolute()), options]).encode("utf-8", "surrogatepass"))
+    asked.update(
+        json.dumps([VERSION, unread.name, str(unread.place.absolute()), options]).encode("utf-8", "surrogatepass")
+    )
     try:
-        for file in plan.files:
+        for file in unread.files:
             status = os.stat(file)  # noqa: PTH116 (a hundred thousand of them; this is the fast one)
             asked.update(os.fsencode(file) + b"\0")
             state.update(struct.pack("<qqq", status.st_size, status.st_mtime_ns, status.st_ctime_ns))
@@ -163,14 +167,14 @@ def _tidy(path: Path, asked: str) -> None:
 # Reading
 
 
-def _load(path: Path, plan: Plan, note: Note, *, verify: bool = True) -> Source | None:
+def _load(path: Path, unread: Unread, note: Note, *, verify: bool = True) -> Source | None:
     try:
         about = json.loads((path / ABOUT).read_text())
         if about.pop("sha256") != _sealed(about):
             raise ValueError(f"the checksum of {ABOUT} is wrong")
         found = {name: _array(path / f"{name}.npy", file, verify=verify) for name, file in about["arrays"].items()}
         numbers = {name: about[name] for name in _NUMBERS if name in about}
-        return source(path, plan.name, **found, **numbers | {"tokens": numbers["tokens"] or None})
+        return source(path, unread.name, **found, **numbers | {"tokens": numbers["tokens"] or None})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # SourceError is a ValueError

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..source import Source, SourceError
 from . import npz
-from .files import Plan, Report, choice, each, find, listing, need_folder, read_text, refuse, source
+from .files import Report, Unread, choice, each, find, listing, need_folder, read_text, refuse, source
 from .images import SIZE, Size, check_size, pictures, resize
 from .leaf import FILE, Shards, collect, find_shards, read_shards
 from .registry import PHOTOS, dataset
@@ -46,9 +46,9 @@ _LOOK = {"num_classes": 2, "mean": [0.5], "std": [0.5]}
     defaults={**PHOTOS, "partition": "natural"},
     variants=({"least": 1},),
 )
-def plan_celeba(
+def find_celeba(
     root: Path | str, *, attribute: str = "Smiling", size: Size = 32, least: int = 5, layout: str = "auto"
-) -> Plan:
+) -> Unread:
     """Find CelebA's files; "auto" is the first layout that is there and has the attribute."""
     root = need_folder(root)
     choice("layout", layout, LAYOUTS)
@@ -60,14 +60,14 @@ def plan_celeba(
     shards = find_shards(root, "celeba") if layout == "leaf" or (layout == "auto" and not others) else None
     if shards is not None:
         refuse(others, shards.folder, only)
-        return _plan_leaf(root, shards, pair)
+        return _find_leaf(root, shards, pair)
     attr = find(root, _HERE, [_ATTR]) if layout in ("auto", "original") else None
     if attr is not None:
-        return _plan_original(root, attr[0], attribute=attribute, size=pair, least=least)
+        return _find_original(root, attr[0], attribute=attribute, size=pair, least=least)
     path = root if root.name == _NPZ else root / _NPZ
     if layout in ("auto", "npz") and path.is_file():
         refuse(others, path, only)
-        return npz.plan_of(path, "celeba", lambda found: _from_npz(path, found, pair), size=pair)
+        return npz.found_in(path, "celeba", lambda found: _from_npz(path, found, pair), size=pair)
     names = {"leaf": "LEAF's celeba/all_data/*.json", "original": f"{_ATTR} with {_PICTURES}/", "npz": _NPZ}
     what = f"there is no {names.get(layout, ' or '.join(names.values()))} in this folder"
     raise SourceError(f"{root}: {what}; see https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html.")
@@ -79,7 +79,7 @@ def _pictures(root: Path) -> Path | None:
     return next((path for folder in folders for path in (folder / _PICTURES, folder) if path.is_dir()), None)
 
 
-def _plan_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, int] | None, least: int) -> Plan:
+def _find_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, int] | None, least: int) -> Unread:
     identity, folder = find(root, _HERE, [_IDENTITY]), _pictures(root)
     if identity is None or folder is None:
         what = f"no {_IDENTITY}" if identity is None else f"no folder {_PICTURES} with CelebA's pictures"
@@ -99,7 +99,7 @@ def _plan_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, i
         return source(folder, "celeba", x, y, client=client, **_LOOK)
 
     files = (attr, *identity, *listing(folder))
-    return Plan("celeba", folder, files, read, {"attribute": attribute, "size": size, "least": least})
+    return Unread("celeba", folder, files, read, {"attribute": attribute, "size": size, "least": least})
 
 
 def _attribute(path: Path, attribute: str) -> dict[str, int]:
@@ -153,7 +153,7 @@ def _check_name(path: Path, name: str, where: str, offset: int | None = None) ->
     refuse(wrong, path, f"{where} names {name[:80]!r}, but it must be a file in {_PICTURES}.", offset)
 
 
-def _plan_leaf(root: Path, shards: Shards, size: tuple[int, int] | None) -> Plan:
+def _find_leaf(root: Path, shards: Shards, size: tuple[int, int] | None) -> Unread:
     folder = _pictures(root if root.is_dir() else root.parent)
 
     def read(report: Report) -> Source:
@@ -170,7 +170,7 @@ def _plan_leaf(root: Path, shards: Shards, size: tuple[int, int] | None) -> Plan
         return source(shards.folder, "celeba", x, users.labels(), client=users.clients(), test=users.test, **_LOOK)
 
     files = (*shards.files, *(listing(folder) if folder else ()))
-    return Plan("celeba", shards.folder, files, read, {"size": size, "layout": "leaf"})
+    return Unread("celeba", shards.folder, files, read, {"size": size, "layout": "leaf"})
 
 
 def _from_npz(path: Path, found: npz.Content, size: tuple[int, int] | None) -> Source:

@@ -12,7 +12,7 @@ import numpy as np
 from ..source import Source, SourceError
 from ..table import described
 from . import cifar, npz
-from .files import FileError, Plan, Reported, need_folder, open_stream, read_bytes
+from .files import FileError, Reported, Unread, need_folder, open_stream, read_bytes
 from .idx import read_idx
 from .images import SUFFIXES, open_picture
 from .leaf import read_shard
@@ -79,24 +79,24 @@ def check(path: Path | str) -> Report:
     report = Report(path)
     try:
         need_folder(path)
-        plans = _plans(path, report) if path.is_dir() or path.name.endswith(_ARCHIVES) else []
-        if not plans and not report.problems:
-            plans = [("folder", FORMATS["folder"].plan(path))] if path.is_dir() else list(_of_file(path, report))
+        all_found = _all_found(path, report) if path.is_dir() or path.name.endswith(_ARCHIVES) else []
+        if not all_found and not report.problems:
+            all_found = [("folder", FORMATS["folder"].find(path))] if path.is_dir() else list(_of_file(path, report))
     except SourceError as error:
         report.problems.append(error)
         return report
-    for name, plan in plans:
+    for name, unread in all_found:
         try:
-            data = plan.read(report.problems.append)
+            data = unread.read(report.problems.append)
         except Reported:
             continue
         except SourceError as error:
             report.problems.append(error)
         except MemoryError:
-            report.problems.append(SourceError(f"{plan.place}: the dataset does not fit into memory."))
+            report.problems.append(SourceError(f"{unread.place}: the dataset does not fit into memory."))
         else:
-            report.findings.append(_described(name, plan.place, data))
-            report.notes.extend(f"{plan.place}: {note}" for note in _notes(plan, data))
+            report.findings.append(_described(name, unread.place, data))
+            report.notes.extend(f"{unread.place}: {note}" for note in _notes(unread, data))
     return report
 
 
@@ -133,7 +133,7 @@ def _described(name: str, place: Path, data: Source) -> Finding:
     return _finding(name, place, data.x, data.y, like=like, clients=people, test=data.test, more=more)
 
 
-def _notes(plan: Plan, data: Source) -> Iterator[str]:
+def _notes(unread: Unread, data: Source) -> Iterator[str]:
     """Yield what is no fault but good to know."""
     single = 0 if data.client is None else int((np.unique(data.client, return_counts=True)[1] == 1).sum())
     if single:
@@ -141,12 +141,12 @@ def _notes(plan: Plan, data: Source) -> Iterator[str]:
     if missing := data.num_classes - len(np.unique(data.y)):
         yield f"{missing} of {data.num_classes} classes have no row."
     # Nothing but LEAF's numbering of its shards would show that one is missing.
-    shards = [match for path in plan.files if (match := re.fullmatch(r"(all_data_)(\d{1,6})(.*\.json)", path.name))]
+    shards = [match for path in unread.files if (match := re.fullmatch(r"(all_data_)(\d{1,6})(.*\.json)", path.name))]
     numbers = {int(match[2]) for match in shards}
     if gap := next((f"{m[1]}{n}{m[3]}" for m in shards for n in range(int(m[2])) if n not in numbers), None):
         yield f"{gap} is missing between the numbers of the other files."
     known = {key for keys in npz.KEYS.values() for key in keys}
-    other = sorted(set(npz.keys(plan.place)) - known) if plan.place.suffix == ".npz" else []
+    other = sorted(set(npz.keys(unread.place)) - known) if unread.place.suffix == ".npz" else []
     if other:
         yield f"{', '.join(other[:8])} in it is not read."
 
@@ -154,32 +154,34 @@ def _notes(plan: Plan, data: Source) -> Iterator[str]:
 # What a folder or an archive holds
 
 
-def _plans(root: Path, report: Report) -> list[tuple[str, Plan]]:
+def _all_found(root: Path, report: Report) -> list[tuple[str, Unread]]:
     """Return every dataset that root holds by the names of its files; one that is incomplete is a problem."""
-    found: list[tuple[str, Plan]] = []
+    found: list[tuple[str, Unread]] = []
     taken: set[Path] = set()
     for name in FORMATS:
         if name in OWN:
             continue
         try:
-            plan = _plan(FORMATS[name], root)
+            unread = _found_by(FORMATS[name], root)
         except FileError as error:
             report.problems.append(error)
         except SourceError as error:  # of a package that cannot be imported
             report.notes.append(str(error))
         else:
-            if plan is not None and plan.files[0] not in taken:  # MNIST's and Fashion-MNIST's files have the same names
-                taken.update(plan.files)
-                found.append((name, plan))
+            if (
+                unread is not None and unread.files[0] not in taken
+            ):  # MNIST's and Fashion-MNIST's files have the same names
+                taken.update(unread.files)
+                found.append((name, unread))
     others = [path for path in sorted(root.glob("*.npz")) if path not in taken]
-    return [*found, *(("npz", FORMATS["npz"].plan(path)) for path in others)]
+    return [*found, *(("npz", FORMATS["npz"].find(path)) for path in others)]
 
 
-def _plan(info: Info, root: Path) -> Plan | None:
+def _found_by(info: Info, root: Path) -> Unread | None:
     """Return a dataset under the first of its variants that is here."""
     for options in info.variants if info.files else ():
         try:
-            return info.plan(root, **options)
+            return info.find(root, **options)
         except FileError:
             raise
         except SourceError:
@@ -190,14 +192,14 @@ def _plan(info: Info, root: Path) -> Plan | None:
 # What a single file is
 
 
-def _of_file(path: Path, report: Report) -> Iterator[tuple[str, Plan]]:
-    """Yield the plan of a file that is a dataset; of one that is a part of one the report is told."""
+def _of_file(path: Path, report: Report) -> Iterator[tuple[str, Unread]]:
+    """Yield a file that is a dataset; of one that is a part of one the report is told."""
     version = next((version for version in cifar.VERSIONS if path.name in version.files), None)
     suffix = path.suffix.lower()
     if path.name.endswith(_ARCHIVES):
         raise FileError(path, "this archive's name is none of a known dataset's.")
     if suffix == ".npz":
-        yield "npz", FORMATS["npz"].plan(path)
+        yield "npz", FORMATS["npz"].find(path)
     elif version is not None and (not version.pickled or path.parent.name == version.folder):
         batch = cifar.parse(path, read_bytes(path), version)
         report.findings.append(_finding(f"a file of {version.name}", path, batch.x, batch.y))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..source import Source, SourceError
 from . import files, plainpickle
-from .files import MIB, FileError, Plan, Report, check_labels, choice, each, find, need_folder, read_bytes, refuse
+from .files import MIB, FileError, Report, Unread, check_labels, choice, each, find, need_folder, read_bytes, refuse
 from .registry import PHOTOS, dataset
 
 PIXELS = 3 * 32 * 32
@@ -64,7 +64,7 @@ _SUBSET = "accept another number of records than the official one"
 _WHAT = "60,000 photographs, 32 x 32 pixels, {} classes; binary or python version, folder or archive"
 
 
-class Batch(NamedTuple):
+class FileRows(NamedTuple):
     """One file's rows."""
 
     x: np.ndarray
@@ -72,9 +72,9 @@ class Batch(NamedTuple):
 
 
 @dataset("cifar10", _WHAT.format(10), options={"subset": _SUBSET}, defaults=PHOTOS)
-def plan_cifar10(root: Path | str, *, subset: bool = False) -> Plan:
+def find_cifar10(root: Path | str, *, subset: bool = False) -> Unread:
     """Find CIFAR-10's files."""
-    return _plan("cifar10", need_folder(root), 0, subset=subset)
+    return _found("cifar10", need_folder(root), 0, subset=subset)
 
 
 @dataset(
@@ -83,13 +83,13 @@ def plan_cifar10(root: Path | str, *, subset: bool = False) -> Plan:
     options={"labels": "fine (100 classes) or coarse (20)", "subset": _SUBSET},
     defaults=PHOTOS,
 )
-def plan_cifar100(root: Path | str, *, labels: str = "fine", subset: bool = False) -> Plan:
+def find_cifar100(root: Path | str, *, labels: str = "fine", subset: bool = False) -> Unread:
     """Find CIFAR-100's files."""
     choice("labels", labels, ("fine", "coarse"))
-    return _plan("cifar100", need_folder(root), ("coarse", "fine").index(labels), subset=subset)
+    return _found("cifar100", need_folder(root), ("coarse", "fine").index(labels), subset=subset)
 
 
-def _plan(name: str, root: Path, chosen: int, *, subset: bool) -> Plan:
+def _found(name: str, root: Path, chosen: int, *, subset: bool) -> Unread:
     """Plan the rows with the chosen one of their labels."""
     version, place, paths = _find(name, root)
 
@@ -114,7 +114,7 @@ def _plan(name: str, root: Path, chosen: int, *, subset: bool) -> Plan:
         )  # fmt: skip
 
     options = {"chosen": chosen, "subset": subset, "layout": version.folder}
-    return Plan(name, place, paths or (place,), read, options)
+    return Unread(name, place, paths or (place,), read, options)
 
 
 def _find(name: str, root: Path) -> tuple[Version, Path, tuple[Path, ...]]:
@@ -140,8 +140,8 @@ def _find(name: str, root: Path) -> tuple[Version, Path, tuple[Path, ...]]:
     raise SourceError(f"{root}: there is no {wanted} in this folder; `metavd data fetch {name}` gets one.")
 
 
-def _from_archive(path: Path, version: Version, chosen: int, report: Report) -> list[Batch]:
-    def read(member: tuple[str, bytes]) -> tuple[str, Batch]:
+def _from_archive(path: Path, version: Version, chosen: int, report: Report) -> list[FileRows]:
+    def read(member: tuple[str, bytes]) -> tuple[str, FileRows]:
         return member[0], parse(Path(f"{path}:{member[0]}"), member[1], version, chosen)
 
     batches = dict(each(report, read, files.tar_files(path, version.files, MAX_BATCH)))
@@ -150,7 +150,7 @@ def _from_archive(path: Path, version: Version, chosen: int, report: Report) -> 
     return [batches[name] for name in version.files]
 
 
-def parse(path: Path, data: bytes, version: Version, chosen: int = -1) -> Batch:
+def parse(path: Path, data: bytes, version: Version, chosen: int = -1) -> FileRows:
     """Return one file's rows; `path` is only how messages call it."""
     if version.pickled:
         return _pickled(path, data, *version.labels[chosen])
@@ -163,10 +163,10 @@ def parse(path: Path, data: bytes, version: Version, chosen: int = -1) -> Batch:
     for column, (_, count) in enumerate(version.labels):  # CIFAR-100's coarse byte is checked even if it is not used
         check_labels(path, table[:, column], range(count), column, first + PIXELS)
     y = table[:, range(first)[chosen]].astype(np.int64)
-    return Batch(table[:, first:].reshape(whole, 3, 32, 32), y)
+    return FileRows(table[:, first:].reshape(whole, 3, 32, 32), y)
 
 
-def _pickled(path: Path, data: bytes, key: str, count: int) -> Batch:
+def _pickled(path: Path, data: bytes, key: str, count: int) -> FileRows:
     try:
         content = plainpickle.loads(data)
     except plainpickle.PickleError as error:
@@ -183,4 +183,4 @@ def _pickled(path: Path, data: bytes, key: str, count: int) -> Batch:
     right = isinstance(labels, np.ndarray) and labels.shape == x.shape[:1] and labels.dtype.kind in "iu"
     refuse(not right, path, f"{key!r} must be a list of {len(x)} whole numbers, one for each row of 'data'.")
     check_labels(path, labels, range(count))
-    return Batch(x.reshape(len(x), 3, 32, 32), labels.astype(np.int64))
+    return FileRows(x.reshape(len(x), 3, 32, 32), labels.astype(np.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..source import digits
-from .files import Plan
+from .files import Unread
 from .registry import dataset
 
 _DEFAULTS = {"clients": 24, "unseen": 6, "cohort": 6, "partition": "dirichlet:0.5", "test_rows": "consistent",
@@ -18,6 +18,6 @@ _DEFAULTS = {"clients": 24, "unseen": 6, "cohort": 6, "partition": "dirichlet:0.
     defaults=_DEFAULTS,
     files=False,
 )
-def plan_digits(root: Path | str) -> Plan:
-    """Return the plan of a dataset without files."""
-    return Plan("digits", Path(root), (), lambda _: digits())
+def find_digits(root: Path | str) -> Unread:
+    """Return a dataset without files."""
+    return Unread("digits", Path(root), (), lambda _: digits())

@@ -94,7 +94,7 @@ def each(report: Report, read: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Unread:
     """A dataset that was found on disk but not yet read."""
 
     name: str

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..source import Source
-from .files import FileError, Plan, Report, choice, listing, need_folder, refuse, source
+from .files import FileError, Report, Unread, choice, listing, need_folder, refuse, source
 from .images import SIZE, SUFFIXES, Size, check_size, pictures
 from .registry import dataset
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     test: bool
 
 
-class Rows(NamedTuple):
+class Pictures(NamedTuple):
     """All pictures below a folder."""
 
     rows: list[Row]
@@ -52,9 +52,9 @@ def _channels(text: str) -> int | None:
         "augment": "whether crops and flips leave the label as it is",
     },
 )
-def plan_folder(
+def find_folder(
     root: Path | str, *, size: Size = None, channels: int | None = None, name: str | None = None, augment: bool = False
-) -> Plan:
+) -> Unread:
     """Find the pictures; without a size they must all be alike."""
     root = need_folder(root)
     choice("channels", channels, (None, 1, 3))
@@ -71,10 +71,10 @@ def plan_folder(
         classes, y = np.unique([row.label for row in rows], return_inverse=True)
         return source(root, called, x, y, client=client, test=test, augment=augment, classes=classes.tolist())
 
-    return Plan(called, root, files, read, {"size": pair, "channels": channels, "augment": augment})
+    return Unread(called, root, files, read, {"size": pair, "channels": channels, "augment": augment})
 
 
-def scan(root: Path) -> Rows:
+def scan(root: Path) -> Pictures:
     """Return the pictures in the order of their names, with classes and clients by the folders' names."""
     refuse(not root.is_dir(), root, "this is a file, but a folder of pictures is needed.")
     names = {path.name for path in _folders(root)}
@@ -93,7 +93,7 @@ def scan(root: Path) -> Rows:
     for label in sorted(labels):
         other = lower.setdefault(label.casefold(), label)
         refuse(other != label, root, f"the classes {other!r} and {label!r} differ only in case; rename one.")
-    return Rows(rows, split)
+    return Pictures(rows, split)
 
 
 def _half(root: Path, test: bool) -> list[Row]:

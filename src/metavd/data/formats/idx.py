@@ -15,7 +15,7 @@ import numpy as np
 from ..source import Source, SourceError
 from . import files as shared
 from . import npz
-from .files import Plan, Report, choice, each, find, need_folder, refuse, source
+from .files import Report, Unread, choice, each, find, need_folder, refuse, source
 from .registry import PHOTOS, WRITERS, dataset
 
 TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -33,14 +33,14 @@ _DIGITS: dict[str, Any] = {"num_classes": 10, "mean": [0.1307], "std": [0.3081]}
     options={"writers": " or ".join(LISTS)},
     defaults=WRITERS,
 )
-def plan_mnist(root: Path | str, *, writers: str = "auto") -> Plan:
+def find_mnist(root: Path | str, *, writers: str = "auto") -> Unread:
     """Find MNIST's files; QMNIST's writers ("auto": if they are there) are the clients."""
     root = need_folder(root)
     choice("writers", writers, LISTS)
     path = root if root.name == _NPZ else root / _NPZ
     files = find(root, (".", "MNIST/raw", "mnist", "MNIST", "mnist/raw", "raw"), _NAMES)
     if path.is_file() and (files is None or writers != "no"):
-        return npz.plan_of(path, "mnist", lambda found: _from_npz(path, found, writers), writers=writers)
+        return npz.found_in(path, "mnist", lambda found: _from_npz(path, found, writers), writers=writers)
     if files is None:
         raise _missing(root, "mnist", f"{_NPZ} and no {_NAMES[0]} (.gz or not)", "MNIST/raw")
     names = [f"qmnist-{half}-labels-idx2-int" for half in ("train", "test")]
@@ -49,7 +49,7 @@ def plan_mnist(root: Path | str, *, writers: str = "auto") -> Plan:
     if len(lists) < 2 and (writers == "yes" or (writers == "auto" and lists)):
         missing = next(name for name in names if not any(path.name.startswith(name) for path in lists))
         raise SourceError(f"{root}: there is no {missing} (.gz or not), but the writers need both lists.")
-    return _plan("mnist", (*files, *(lists if writers != "no" else ())), **_DIGITS)
+    return _found("mnist", (*files, *(lists if writers != "no" else ())), **_DIGITS)
 
 
 @dataset(
@@ -57,13 +57,13 @@ def plan_mnist(root: Path | str, *, writers: str = "auto") -> Plan:
     "70,000 articles of clothing, 28 x 28 pixels, 10 classes; idx files",
     defaults=PHOTOS,
 )
-def plan_fashion_mnist(root: Path | str) -> Plan:
+def find_fashion_mnist(root: Path | str) -> Unread:
     """Find Fashion-MNIST's files."""
     folders = ("FashionMNIST/raw", "fashion-mnist", "fashion_mnist", "fashion", "fashion-mnist/data/fashion", ".")
     files = find(need_folder(root), folders, _NAMES)
     if files is None:
         raise _missing(root, "fashion-mnist", f"{_NAMES[0]} (.gz or not)", "FashionMNIST/raw")
-    return _plan("fashion-mnist", files, num_classes=10, mean=[0.5], std=[0.5])
+    return _found("fashion-mnist", files, num_classes=10, mean=[0.5], std=[0.5])
 
 
 @dataset(
@@ -73,7 +73,7 @@ def plan_fashion_mnist(root: Path | str) -> Plan:
     defaults=PHOTOS,
     variants=tuple({"split": split} for split in SPLITS),
 )
-def plan_emnist(root: Path | str, *, split: str = "byclass", upright: bool = True) -> Plan:
+def find_emnist(root: Path | str, *, split: str = "byclass", upright: bool = True) -> Unread:
     """Find EMNIST's files."""
     root = need_folder(root)
     choice("split", split, tuple(SPLITS))
@@ -89,7 +89,7 @@ def plan_emnist(root: Path | str, *, split: str = "byclass", upright: bool = Tru
         raise _missing(root, "emnist", f"{names[0]} (.gz or not) and no gzip.zip", "EMNIST/raw")
     first = 1 if split == "letters" else 0  # letters are numbered from 1
     look = {**_DIGITS, "num_classes": SPLITS[split]}
-    return _plan("emnist", files, first=first, upright=upright, archive=archive, **look)
+    return _found("emnist", files, first=first, upright=upright, archive=archive, **look)
 
 
 def _missing(root: Path | str, name: str, what: str, folder: str) -> SourceError:
@@ -104,10 +104,10 @@ def _from_npz(path: Path, found: npz.Content, writers: str) -> Source:
     return source(path, "mnist", found.x, found.y, client=client, test=found.test, **_DIGITS)
 
 
-def _plan(
+def _found(
     name: str, files: tuple[Path, ...], *, upright: bool = False, first: int = 0, archive: Path | None = None,
     **look: Any,
-) -> Plan:  # fmt: skip
+) -> Unread:  # fmt: skip
     """Plan images and labels of the train and of the test half, and perhaps the writers of both.
 
     `first` is the first label's number.
@@ -136,7 +136,7 @@ def _plan(
         )  # fmt: skip
 
     options = {"upright": upright, "base": first, "train": files[0].name}
-    return Plan(name, place, (archive,) if archive else files, read, options)
+    return Unread(name, place, (archive,) if archive else files, read, options)
 
 
 def _writers(path: Path, table: np.ndarray, y: np.ndarray, *, more: bool) -> np.ndarray:

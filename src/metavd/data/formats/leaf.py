@@ -20,7 +20,7 @@ import numpy as np
 
 from ..source import Source, SourceError
 from . import files
-from .files import FileError, Plan, Report, each, listing, need_folder, numbered, plain, reading, refuse
+from .files import FileError, Report, Unread, each, listing, need_folder, numbered, plain, reading, refuse
 from .registry import WRITERS, dataset
 
 FEMNIST_CLASSES = 62
@@ -78,7 +78,7 @@ class Users(NamedTuple):
     options=SPLIT,
     defaults=WRITERS,
 )
-def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
+def find_femnist(root: Path | str, *, split: bool = False) -> Unread:
     """Find FEMNIST's shards."""
     shards = need_shards(root, "femnist", split)
 
@@ -86,7 +86,7 @@ def plan_femnist(root: Path | str, *, split: bool = False) -> Plan:
         look = {"num_classes": FEMNIST_CLASSES, "mean": [0.1307], "std": [0.3081]}
         return collect(shards.folder, "femnist", read_shards(shards, report), (1, _SIDE, _SIDE), look)
 
-    return Plan("femnist", shards.folder, shards.files, read, {"split": split})
+    return Unread("femnist", shards.folder, shards.files, read, {"split": split})
 
 
 # Finding

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..source import Source, SourceError
 from ..text import VOCABULARIES, labelled, windows
-from .files import MIB, Plan, Report, choice, open_stream, refuse
+from .files import MIB, Report, Unread, choice, open_stream, refuse
 from .leaf import SPEECH, SPLIT, TWEET, Shards, Users, need_shards, read_shards
 from .registry import dataset
 
@@ -26,9 +26,9 @@ _TEST = 0.2
 
 
 @dataset("shakespeare", "speeches by role, the next of 80 characters; LEAF's JSON shards", options=SPLIT)
-def plan_shakespeare(root: Path | str, *, split: bool = False) -> Plan:
+def find_shakespeare(root: Path | str, *, split: bool = False) -> Unread:
     """Find Shakespeare's shards."""
-    return _plan("shakespeare", root, split, SPEECH, _speeches)
+    return _found("shakespeare", root, split, SPEECH, _speeches)
 
 
 @dataset(
@@ -40,7 +40,7 @@ def plan_shakespeare(root: Path | str, *, split: bool = False) -> Plan:
         "length": "tokens of a row; 0: as many as the longest tweet, at most 64 words",
     },
 )
-def plan_sent140(root: Path | str, *, split: bool = False, vocabulary: str = "word", length: int = 0) -> Plan:
+def find_sent140(root: Path | str, *, split: bool = False, vocabulary: str = "word", length: int = 0) -> Unread:
     """Find Sent140's shards."""
     choice("vocabulary", vocabulary, VOCABULARIES)
 
@@ -54,10 +54,10 @@ def plan_sent140(root: Path | str, *, split: bool = False, vocabulary: str = "wo
             texts, moods, users.names(), vocabulary=vocabulary, length=length, test=users.test, name="sent140"
         )
 
-    return _plan("sent140", root, split, TWEET, made)
+    return _found("sent140", root, split, TWEET, made)
 
 
-def _plan(name: str, root: Path | str, split: bool, kind: str, made: Callable[[Users], Source]) -> Plan:
+def _found(name: str, root: Path | str, split: bool, kind: str, made: Callable[[Users], Source]) -> Unread:
     shards = need_shards(root, name, split)
     if _looks(shards) != kind:
         raise SourceError(f"{shards.folder}: these LEAF shards hold other rows than those of {name}.")
@@ -68,7 +68,7 @@ def _plan(name: str, root: Path | str, split: bool, kind: str, made: Callable[[U
         refuse(user.kind != kind, path, f"user {user.name!r} has {user.kind}, but {name} has {kind}.")
         return made(users)
 
-    return Plan(name, shards.folder, shards.files, read, keep=False)
+    return Unread(name, shards.folder, shards.files, read, keep=False)
 
 
 def _looks(shards: Shards) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..source import KINDS, Source, SourceError
-from .files import FileError, Plan, choice, need_folder, open_zip, plain, refuse, source, zip_member
+from .files import FileError, Unread, choice, need_folder, open_zip, plain, refuse, source, zip_member
 from .registry import dataset
 
 KEYS = {
@@ -54,13 +54,13 @@ class Content(NamedTuple):
         "kind": "what rows of integers are: tokens, numbers, or auto: numbers if the array is called features",
     },
 )
-def plan_npz(
+def find_npz(
     root: Path | str, *, channels: str = "auto", name: str | None = None, augment: bool = False, kind: str = "auto"
-) -> Plan:
+) -> Unread:
     """Find an .npz file, which root is or holds as its only one."""
     choice("channels", channels, CHANNELS)
     choice("kind", kind, KINDS)
-    path = find_npz(need_folder(root))
+    path = npz_file(need_folder(root))
 
     def made(found: Content) -> Source:
         as_numbers = kind == "auto" and "features" in keys(path)
@@ -69,15 +69,17 @@ def plan_npz(
             kind="numbers" if as_numbers else kind,
         )  # fmt: skip
 
-    return plan_of(path, name or path.stem, made, channels, augment=augment, kind=kind)
+    return found_in(path, name or path.stem, made, channels, augment=augment, kind=kind)
 
 
-def plan_of(path: Path, name: str, made: Callable[[Content], Source], channels: str = "auto", **options: Any) -> Plan:
+def found_in(
+    path: Path, name: str, made: Callable[[Content], Source], channels: str = "auto", **options: Any
+) -> Unread:
     """Plan a dataset that lies in one .npz, and is made of what that holds."""
-    return Plan(name, path, (path,), lambda _: made(read(path, channels)), {"channels": channels, **options})
+    return Unread(name, path, (path,), lambda _: made(read(path, channels)), {"channels": channels, **options})
 
 
-def find_npz(root: Path) -> Path:
+def npz_file(root: Path) -> Path:
     """Return the file itself, or the only .npz of a folder."""
     if not root.is_dir():
         return root

@@ -4,7 +4,7 @@ A dataset is one function that finds its files and returns a `Plan`, in one of t
 in a file of your own, which a package names in the entry-point group `metavd.datasets`:
 
     @dataset("mine", "my measurements, 4 classes", options={"year": "which of them"})
-    def plan_mine(root, *, year: int = 2024) -> Plan: ...
+    def find_mine(root, *, year: int = 2024) -> Unread: ...
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 from ...registry import Registry
 from ..source import Source, SourceError
 from .cache import Note, cached, log
-from .files import Plan
+from .files import Unread
 
-PlanFunction = TypeVar("PlanFunction", bound=Callable[..., Plan])
+Finder = TypeVar("Finder", bound=Callable[..., Unread])
 
 
 @dataclass(frozen=True)
-class Option:
+class DatasetOption:
     """One option of a dataset."""
 
     default: Any
@@ -40,9 +40,9 @@ class Info:
 
     name: str
     description: str
-    plan: Callable[..., Plan]
+    find: Callable[..., Unread]
     """Finds the files below a folder (of a user's own files: at a path) without reading them."""
-    options: Mapping[str, Option]
+    options: Mapping[str, DatasetOption]
     defaults: dict[str, Any]
     """Experiment settings that suit the dataset, by name; empty where they depend on what the files hold."""
     variants: tuple[dict[str, Any], ...] = ({},)
@@ -74,7 +74,7 @@ def dataset(
     defaults: Mapping[str, Any] | None = None,
     variants: tuple[dict[str, Any], ...] = ({},),
     files: bool = True,
-) -> Callable[[PlanFunction], PlanFunction]:
+) -> Callable[[Finder], Finder]:
     """Add the decorated function to the datasets; its keyword arguments are the options.
 
     Args:
@@ -86,15 +86,15 @@ def dataset(
         files: likewise.
     """
 
-    def add(plan: PlanFunction) -> PlanFunction:
+    def add(find: Finder) -> Finder:
         known = {}
         for key, told in (options or {}).items():
-            default = inspect.signature(plan).parameters[key].default
+            default = inspect.signature(find).parameters[key].default
             by_type: Callable[[str], Any] = {bool: _flag, int: int}.get(type(default), str)  # type: ignore[assignment]
             text, parse = (told, by_type) if isinstance(told, str) else told
-            known[key] = Option(default, text, parse)
-        FORMATS.add(name, Info(name, description, plan, known, dict(defaults or {}), variants, files), plan.__module__)
-        return plan
+            known[key] = DatasetOption(default, text, parse)
+        FORMATS.add(name, Info(name, description, find, known, dict(defaults or {}), variants, files), find.__module__)
+        return find
 
     return add
 
@@ -134,4 +134,4 @@ def load(name: str, root: Path | str = ".", /, *, cache: Path | None = None, not
         note: told why a copy could not be kept.
         given: the dataset's options; `metavd datasets` lists them.
     """
-    return cached(info(name).plan(root, **options(name, given)), cache, note)
+    return cached(info(name).find(root, **options(name, given)), cache, note)

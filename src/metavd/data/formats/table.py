@@ -19,7 +19,7 @@ from typing import Any
 
 from ..source import Source, SourceError
 from ..table import Cells, table
-from .files import FileError, Plan, plain, read_bytes, read_text, reading, refuse
+from .files import FileError, Unread, plain, read_bytes, read_text, reading, refuse
 from .registry import dataset
 
 JSON = (".jsonl", ".ndjson", ".json")
@@ -41,8 +41,8 @@ NAME = "what the dataset is called; the file's name if not given"
         "name": NAME,
     },
 )
-def plan_table(root: Path | str, *, label: str = "", client: str = "", test: str = "", drop: str = "",
-               categories: str = "", name: str = "") -> Plan:  # fmt: skip
+def find_table(root: Path | str, *, label: str = "", client: str = "", test: str = "", drop: str = "",
+               categories: str = "", name: str = "") -> Unread:  # fmt: skip
     """Find the file; it is read anew every time, because what is learnt of it depends on who trains."""
     without, words = ([word.strip() for word in text.split(",") if word.strip()] for text in (drop, categories))
 
@@ -54,7 +54,7 @@ def plan_table(root: Path | str, *, label: str = "", client: str = "", test: str
     return read_anew(root, name, made)
 
 
-def read_anew(root: Path | str, name: str, made: Callable[[Cells, str], Source]) -> Plan:
+def read_anew(root: Path | str, name: str, made: Callable[[Cells, str], Source]) -> Unread:
     """Plan a file of which no copy is kept; every fault names the file, in place of the dataset."""
     path = need_file(root)
     called = name or path.stem
@@ -67,7 +67,7 @@ def read_anew(root: Path | str, name: str, made: Callable[[Cells, str], Source])
         except SourceError as error:
             raise FileError(path, str(error).removeprefix(f"{called}: ")) from None
 
-    return Plan(called, path, (path,), read, keep=False)
+    return Unread(called, path, (path,), read, keep=False)
 
 
 def need_file(root: Path | str) -> Path:

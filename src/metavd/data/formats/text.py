@@ -14,7 +14,7 @@ import numpy as np
 from ..source import Source, SourceError
 from ..table import Cells, column_name, flags_of
 from ..text import LABEL, NEXT, TASKS, VOCABULARIES, labelled, speeches
-from .files import Plan, choice
+from .files import Unread, choice
 from .registry import dataset
 from .table import CLIENT, NAME, TEST, read_anew
 
@@ -35,9 +35,9 @@ from .table import CLIENT, NAME, TEST, read_anew
         "name": NAME,
     },
 )
-def plan_text(root: Path | str, *, text: str = "", label: str = "", client: str = "", test: str = "",
+def find_text(root: Path | str, *, text: str = "", label: str = "", client: str = "", test: str = "",
               task: str = LABEL, vocabulary: str = "", length: int = 0, stride: int = 1, least: int = 1,
-              name: str = "") -> Plan:  # fmt: skip
+              name: str = "") -> Unread:  # fmt: skip
     """Find the file; it is read anew every time, because the vocabulary depends on who trains."""
     choice("task", task, TASKS)
     if vocabulary:

@@ -31,7 +31,7 @@ from ...tree import Params
 from ..kept import held
 from ..turn import split
 from . import Schedule, Train, Trained
-from .table import Table, batches_of, ordered, part_of, rejoined, table, tabled
+from .table import StepTable, batches_of, ordered, part_of, rejoined, table, tabled
 from .vmap import all_at_once, emitted, whole_turns
 
 _EXACT = 16
@@ -134,7 +134,7 @@ def _affordable(algorithm: Algorithm, pool: Pool, state: ServerState, cohort: Te
 
 
 def _train(
-    algorithm: Algorithm, pool: Pool, state: ServerState, who: tuple[Params, Table], kept: list[_Buffers], *,
+    algorithm: Algorithm, pool: Pool, state: ServerState, who: tuple[Params, StepTable], kept: list[_Buffers], *,
     capture: bool,
 ) -> tuple[Params, Tensor]:  # fmt: skip
     """Train clients that fit the memory; return copies of what they end with, in their order."""
@@ -147,7 +147,7 @@ def _train(
     _fill(buffers, start, received, drawn, state)
     for step in range(drawn.steps[0]):
         active = sum(steps > step for steps in drawn.steps)
-        together = min(_together(active), buffers.clients) if capture else active
+        together = min(_rounded_up(active), buffers.clients) if capture else active
         if together not in buffers.graphs:
             take = partial(_step, local, sampling, pool, buffers, together)
             buffers.graphs[together] = _captured(take, buffers) if capture else take
@@ -157,10 +157,10 @@ def _train(
     return ended if local.final is None else vmap(local.final)(ended), buffers.loss[:count] / steps
 
 
-def _together(active: int) -> int:
+def _rounded_up(active: int) -> int:
     """Round a number of clients up to one that has a graph: eight in every power of two.
 
-    >>> [_together(active) for active in (3, 16, 17, 33, 1000)]
+    >>> [_rounded_up(active) for active in (3, 16, 17, 33, 1000)]
     [3, 16, 18, 36, 1024]
     """
     if active <= _EXACT:
@@ -169,7 +169,7 @@ def _together(active: int) -> int:
     return -(-active // grain) * grain
 
 
-def _allocate(start: Params, received: Params, drawn: Table, pool: Pool, sampling: Sampling) -> _Buffers:
+def _allocate(start: Params, received: Params, drawn: StepTable, pool: Pool, sampling: Sampling) -> _Buffers:
     clients, group = drawn.rows.shape[1:3]
     width = max(drawn.rows.shape[-1], sampling.batch)
     everyone = sizes_of(pool, np.arange(pool.federation.num_clients))
@@ -194,7 +194,7 @@ def _allocate(start: Params, received: Params, drawn: Table, pool: Pool, samplin
     )
 
 
-def _fill(buffers: _Buffers, start: Params, received: Params, drawn: Table, state: ServerState) -> None:
+def _fill(buffers: _Buffers, start: Params, received: Params, drawn: StepTable, state: ServerState) -> None:
     steps, count, _, width = drawn.rows.shape
     for room, given in ((buffers.received, received), (buffers.params, start)):
         copy_each([room[name][:count] for name in given], list(given.values()))

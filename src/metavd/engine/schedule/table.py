@@ -17,12 +17,12 @@ from torch import Tensor
 from ... import tree
 from ...core import rng
 from ...core.types import Batch, Sampling, ServerState
-from ...data.cohort import TRAIN, Plan, Pool, about, draw, layout, sizes_of
+from ...data.cohort import TRAIN, Batches, Pool, about, draw, layout, sizes_of
 from ...ops.device import over
 from ...tree import Params
 
 
-class Table(NamedTuple):
+class StepTable(NamedTuple):
     """Which rows each client's steps use, clients sorted by their number of steps, most first."""
 
     order: Tensor
@@ -46,13 +46,13 @@ def tabled(sampling: Sampling) -> bool:
     return not sampling.full and not sampling.extra
 
 
-def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort: Tensor) -> Table:
+def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort: Tensor) -> StepTable:
     """Draw a round's batches, the very ones of `turn.train_batches`, as numbers of rows."""
     ids = cohort.numpy()
     counts = sizes_of(pool, ids)
     made = layout(sampling, counts)
     order = np.argsort(-made.batches, kind="stable")
-    made = Plan(*(part[order] for part in made))
+    made = Batches(*(part[order] for part in made))
     device = pool.x.device
     base = rng.fold(state.key, TRAIN, state.round.to(torch.int64), over(torch.from_numpy(ids[order]), device))
     rows, real = draw(pool, ids[order], made, rng.fold(base, 0))
@@ -63,7 +63,7 @@ def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort
         """(S G, C, ...) -> (S, C, G, ...)."""
         return values.reshape(-1, group, *values.shape[1:]).transpose(1, 2)
 
-    return Table(
+    return StepTable(
         order=torch.from_numpy(order),
         steps=(made.batches // group).tolist(),
         rows=grouped(rows),
@@ -74,11 +74,11 @@ def table(pool: Pool, sampling: Sampling, group: int, state: ServerState, cohort
     )
 
 
-def part_of(drawn: Table, part: slice) -> Table:
+def part_of(drawn: StepTable, part: slice) -> StepTable:
     """Return the table of some of the clients, which are neighbours in its order."""
     steps = drawn.steps[part]
     rows, mask, keys = (value[: steps[0], part] for value in (drawn.rows, drawn.mask, drawn.keys))
-    return Table(drawn.order[part], steps, rows, mask, keys, drawn.size[part], tree.unstack(drawn.about, part))
+    return StepTable(drawn.order[part], steps, rows, mask, keys, drawn.size[part], tree.unstack(drawn.about, part))
 
 
 def ordered(sent: Params, order: Tensor) -> Params:

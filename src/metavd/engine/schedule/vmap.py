@@ -27,7 +27,7 @@ from ...tree import Params
 from ..kept import held
 from ..turn import moment, split, train_batches, train_turn
 from . import Function, Map, Schedule, Train, Trained
-from .table import Table, batches_of, ordered, part_of, rejoined, table, tabled
+from .table import StepTable, batches_of, ordered, part_of, rejoined, table, tabled
 
 MOST = 256
 """Clients whose whole turns run at once, where nothing else is said and the memory holds them."""
@@ -54,7 +54,7 @@ def all_at_once(chunk: int = 0) -> Map:
     """Run up to `chunk` clients at once, padded to the largest of them; fewer where memory is short."""
 
     def run(function: Function, jobs: Iterable[Job]) -> Iterator[Any]:
-        return _in_parts(jobs, chunk or MOST, lambda group: list(_together(function, group)))
+        return _in_parts(jobs, chunk or MOST, lambda group: list(_stacked(function, group)))
 
     return run
 
@@ -79,7 +79,7 @@ def _padded(group: Sequence[Sequence[Batch]]) -> list[Batch]:
     return pad(group, blank) if blank is not None else []
 
 
-def _together(function: Function, group: Sequence[Job]) -> Iterator[Any]:
+def _stacked(function: Function, group: Sequence[Job]) -> Iterator[Any]:
     batches = _padded([job.batches for job in group])
     most = max(len(job.rows) for job in group)
     rows = torch.stack([torch.cat([job.rows, job.rows.new_zeros(most - len(job.rows), *job.rows.shape[1:])])
@@ -143,7 +143,7 @@ def together(chunk: int = 0) -> Train:
 
 
 def _train(
-    algorithm: Algorithm, pool: Pool, received: Params, drawn: Table, round: Tensor
+    algorithm: Algorithm, pool: Pool, received: Params, drawn: StepTable, round: Tensor
 ) -> list[tuple[Params, Tensor]]:
     """Train a part of a cohort; return what clients end with and their mean losses, in the part's order."""
     local, steps, number = algorithm.local, drawn.steps, torch.tensor(0)

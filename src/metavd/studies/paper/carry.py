@@ -20,7 +20,7 @@ from ...runs.settings import RUNTIME
 from ...schema import nearest
 from ..many import Share, carry_out
 from .digest import digested
-from .plan import Run, needed, store_file
+from .plan import PlannedRun, needed, store_file
 from .protocol import PAPER, Protocol
 
 _CIFAR = {"cifar10": 10, "cifar100": 100}
@@ -30,12 +30,12 @@ _CIFAR = {"cifar10": 10, "cifar100": 100}
 class Outcome:
     """What became of the missing runs, see `many.Ended`; with reasons."""
 
-    done: tuple[Run, ...]
-    failed: tuple[tuple[Run, str], ...]
-    refused: tuple[tuple[Run, str], ...]
-    elsewhere: tuple[Run, ...]
+    done: tuple[PlannedRun, ...]
+    failed: tuple[tuple[PlannedRun, str], ...]
+    refused: tuple[tuple[PlannedRun, str], ...]
+    elsewhere: tuple[PlannedRun, ...]
     """Those that another process finished meanwhile, too."""
-    left: tuple[Run, ...]
+    left: tuple[PlannedRun, ...]
 
 
 def run_missing(
@@ -52,7 +52,7 @@ def run_missing(
     share: Share | None = None,
     until: float | None = None,
     listener: Listener | None = None,
-    progress: Callable[[Run, int, int], None] | None = None,
+    progress: Callable[[PlannedRun, int, int], None] | None = None,
     **runtime: Any,
 ) -> Outcome:
     """Run what the tables `names`, or these rows and columns of them, need and the store lacks.
@@ -65,7 +65,7 @@ def run_missing(
             raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
     listener = listener or Silent()
     plan = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note)
-    ends: dict[str, list[tuple[Run, str]]] = defaultdict(list)
+    ends: dict[str, list[tuple[PlannedRun, str]]] = defaultdict(list)
     for ended in carry_out(
         {one: one.settings for one in plan.missing},
         partial(_carry, runtime),

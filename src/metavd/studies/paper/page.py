@@ -12,8 +12,8 @@ from ...errors import SpecError
 from ..markdown import markdown_table
 from .plan import tuned_told
 from .protocol import LAST, PAPER, Protocol, name_of, settings_of
-from .statistics import Answer, Compared, View, table
-from .tables import MEASURES, Cell, Figure, Table, extras, tables
+from .statistics import Compared, Measured, View, table
+from .tables import MEASURES, Cell, PaperFigure, PaperTable, extras, tables
 
 
 def markdown(view: View) -> str:
@@ -33,7 +33,7 @@ def markdown(view: View) -> str:
     return "\n".join(text) + "\n"
 
 
-def _place(shown: Table) -> str:
+def _place(shown: PaperTable) -> str:
     place = f"{shown.place[0].upper()}{shown.place[1:]}"
     instead = next((name for name, other in extras().items() if other.stands_for == shown.name), "")
     more = f" FEMNIST could not be had; {instead} has the same runs on MNIST by writer." if instead else ""
@@ -66,7 +66,7 @@ def _heading(cell: Cell, how: Protocol) -> str:
     return f"{settings['data']}, {where}, cohort of {settings['cohort']} of {settings['clients']}{asked}"
 
 
-def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
+def _rows(answers: Sequence[Measured], view: View, about: _Notes) -> list[str]:
     titles = [MEASURES[name].title for name in view.table.figures]
     every = [each for answer in view.answers for each in answer.figures]
     averaged = view.how.last == 1 and any(each.last is not None for each in every)
@@ -95,7 +95,7 @@ def _number(value: float, *, signed: bool) -> str:
     return f"{round(value, 2) + 0.0:{'+' if signed else ''}.2f}"
 
 
-def _ours(compared: Compared, answer: Answer) -> str:
+def _ours(compared: Compared, answer: Measured) -> str:
     if compared.ours is None:
         return "no number" if answer.seeds else "failed" if answer.failures else "not run"
     half = "" if compared.half is None else f" ± {compared.half:.2f}"
@@ -107,7 +107,7 @@ def _beside(value: float | None, compared: Compared) -> str:
     return "" if value is None else _number(value, signed=compared.figure.name == "gap")
 
 
-def _theirs(figure: Figure, about: _Notes) -> str:
+def _theirs(figure: PaperFigure, about: _Notes) -> str:
     spread = "" if figure.sd is None else f" (sd {figure.sd:g})"
     return (
         _number(figure.value, signed=figure.name == "gap") + spread + (about.mark(figure.mark) if figure.mark else "")

@@ -18,7 +18,7 @@ _MIDDLE = "dirichlet:0.5"
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class PlannedRun:
     """A run that one or more cells need."""
 
     id: str
@@ -30,8 +30,8 @@ class Run:
 class Needed:
     """Runs by whether the store has them, in the order in which a stop leaves the most: see `_urgency`."""
 
-    done: tuple[Run, ...]
-    missing: tuple[Run, ...]
+    done: tuple[PlannedRun, ...]
+    missing: tuple[PlannedRun, ...]
 
 
 def store_file(store: str | Path, scale: str = "full") -> Path:
@@ -57,7 +57,7 @@ def needed(
         settings = settings_of(cell, seed, how)
         users.setdefault(identity(settings, how.scale), (settings, []))[1].append(cell.name)
     lines = read(store_file(store, how.scale), how.scale, note)
-    runs = [Run(key, settings, tuple(who)) for key, (settings, who) in users.items()]
+    runs = [PlannedRun(key, settings, tuple(who)) for key, (settings, who) in users.items()]
     there = {key for key, line in lines.items() if not (retry and "failed" in line)}
     return Needed(tuple(run for run in runs if run.id in there), tuple(run for run in runs if run.id not in there))
 

@@ -17,7 +17,7 @@ from ..lines import Line, read
 from .digest import NORMAL, dotted
 from .plan import store_file
 from .protocol import LAST, PAPER, Protocol, name_of, runs_of
-from .tables import MEASURES, Cell, Figure, Table, cells, get
+from .tables import MEASURES, Cell, PaperFigure, PaperTable, cells, get
 
 _CLIENTS_OF = {"test": ("test",), "unseen": ("unseen",), "gap": ("test", "unseen")}
 """Whose clients' noise a figure has."""
@@ -29,7 +29,7 @@ _ROUNDING = 0.00501
 class Compared:
     """One figure of the paper and ours."""
 
-    figure: Figure
+    figure: PaperFigure
     ours: float | None
     """Mean over seeds."""
     last: float | None
@@ -48,7 +48,7 @@ class Compared:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class Measured:
     """A cell, and what our runs say to it."""
 
     cell: Cell
@@ -62,9 +62,9 @@ class Answer:
 class View:
     """A table of the paper with our answers."""
 
-    table: Table
+    table: PaperTable
     how: Protocol
-    answers: tuple[Answer, ...]
+    answers: tuple[Measured, ...]
     lines: Mapping[str, Line]
     """Of the store, that the answers come from, by identity."""
 
@@ -94,7 +94,7 @@ def table(
     the paper's last digit is within noise whatever the rest. Smoke runs are not compared: they are of other data.
     """
     lines = read(store_file(store, how.scale), how.scale, note)
-    answers: list[Answer] = []
+    answers: list[Measured] = []
     used: dict[str, Line] = {}
     for cell in cells(name, rows, columns):
         own = {seed: name_of(cell, seed, how) for seed in how.seeds}
@@ -106,7 +106,7 @@ def table(
         untuned = [line["result"] for line in before.values()]
         compared = tuple(_compare(figure, list(results.values()), how, untuned) for figure in cell.figures)
         failures = tuple(f"seed {seed}: {line['failed']}" for seed, line in there.items() if "failed" in line)
-        answers.append(Answer(cell, compared, tuple(results), failures))
+        answers.append(Measured(cell, compared, tuple(results), failures))
     return View(get(name), how, tuple(answers), used)
 
 
@@ -120,7 +120,7 @@ def _values(results: Sequence[Mapping[str, Any]], measure: Column, last: int) ->
 
 
 def _compare(
-    figure: Figure,
+    figure: PaperFigure,
     results: Sequence[Mapping[str, Any]],
     how: Protocol,
     before: Sequence[Mapping[str, Any]],

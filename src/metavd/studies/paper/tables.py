@@ -39,7 +39,7 @@ sparsity is of the layer that is pruned or dropped."""
 
 
 @dataclass(frozen=True)
-class Figure:
+class PaperFigure:
     """One number of the paper."""
 
     name: str
@@ -59,7 +59,7 @@ class Cell:
     table: str
     row: str
     column: str
-    figures: tuple[Figure, ...]
+    figures: tuple[PaperFigure, ...]
     settings: Mapping[str, Any]
     """Fields of the experiment and options of the method, all but the seed. A cell without a method needs no training:
     its figure is a property of the partition."""
@@ -71,7 +71,7 @@ class Cell:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class PaperTable:
     """One table of the paper."""
 
     name: str
@@ -98,7 +98,7 @@ def _content() -> dict[str, Any]:
 
 
 @cache
-def tables() -> dict[str, Table]:
+def tables() -> dict[str, PaperTable]:
     """Return all tables by name, T1 to T17.
 
     >>> tables()["T8"].cells[0].figures[0]
@@ -109,7 +109,7 @@ def tables() -> dict[str, Table]:
 
 
 @cache
-def extras() -> dict[str, Table]:
+def extras() -> dict[str, PaperTable]:
     """Return tables that are not the paper's: A1, A2 and so on, our own, and M4 for T4, see `_on_mnist`.
 
     >>> list(extras()), extras()["M5"].columns
@@ -121,7 +121,7 @@ def extras() -> dict[str, Table]:
     return own | {name: _on_mnist(name, instead) for name, instead in stand_ins.items()}
 
 
-def _on_mnist(name: str, instead: str) -> Table:
+def _on_mnist(name: str, instead: str) -> PaperTable:
     """Return a table of FEMNIST with MNIST by writer in its place: the same runs, and none of the paper's numbers."""
     values = _content()[instead]
     shared, title = values.get("settings", {}), values["title"]
@@ -149,7 +149,7 @@ def _by_writer(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def get(name: str) -> Table:
+def get(name: str) -> PaperTable:
     """Return the table of a name, or say which there are."""
     every = tables() | extras()
     known = {table.lower(): table for table in every}
@@ -165,7 +165,7 @@ def cells(name: str, rows: Sequence[str] | None = None, columns: Sequence[str] |
     return [cell for cell in table.cells if cell.row in wanted[0] and cell.column in wanted[1]]
 
 
-def _known(table: Table, what: str, labels: Sequence[str], asked: Sequence[str] | None) -> Sequence[str]:
+def _known(table: PaperTable, what: str, labels: Sequence[str], asked: Sequence[str] | None) -> Sequence[str]:
     if asked is None:
         return labels
     spelled = {label.lower(): label for label in labels}
@@ -175,13 +175,13 @@ def _known(table: Table, what: str, labels: Sequence[str], asked: Sequence[str] 
     return [spelled[word.lower()] for word in asked]
 
 
-def _table(name: str, values: Mapping[str, Any]) -> Table:
+def _table(name: str, values: Mapping[str, Any]) -> PaperTable:
     marks = {(mark["row"], mark["column"], mark["figure"]): mark["reason"] for mark in values.get("marks", ())}
 
-    def figures(row: str, column: str, numbers: Sequence[Any]) -> Iterator[Figure]:
+    def figures(row: str, column: str, numbers: Sequence[Any]) -> Iterator[PaperFigure]:
         for figure, number in zip(values["figures"], numbers, strict=True):
             value, sd = number if isinstance(number, list) else (number, None)
-            yield Figure(figure, value, sd, marks.get((row, column, figure), ""))
+            yield PaperFigure(figure, value, sd, marks.get((row, column, figure), ""))
 
     made = []
     for index, column in enumerate(values["columns"]):
@@ -191,7 +191,7 @@ def _table(name: str, values: Mapping[str, Any]) -> Table:
             made.append(
                 Cell(name, row, column["label"], tuple(figures(row, column["label"], numbers)), settings),
             )
-    return Table(
+    return PaperTable(
         name=name,
         title=values["title"],
         place=values["place"],
