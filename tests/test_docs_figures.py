@@ -251,12 +251,35 @@ def test_what_readme_and_start_say_of_speed():
     page = "docs/performance.md"
     seconds, times = float(cells(page, "paper", "metavd")[1]), float(cells(page, "paper", "loop")[2])
     for words in said.values():
-        assert f"takes {1000 * seconds:.0f} ms, {times:.0f} times less than in the usual loop" in words
+        assert f"takes {1000 * seconds:.0f} ms in bfloat16, {times:.0f} times less than in the usual loop" in words
+        assert "in the usual loop in float32" in words  # whose products are not those of bfloat16
     whole = [float(cells(page, "Whole runs", method)[3]) for method in ("fedavg", "maml")]
     tiny = [float(cells(page, "tiny", rival)[2]) for rival in ("pfl", "Flower simulation")]
     assert f"{float(cells(page, 'paper100', 'loop')[2]):.0f} times less with all 100 clients" in said["docs/start.md"]
     assert "take {:.0f} s (FedAvg) to {:.0f} s (MAML)".format(*whole) in said["docs/start.md"]
     assert "{:.0f} times as fast as pfl and {:.0f} times as fast as Flower".format(*tiny) in said["docs/start.md"]
+
+
+def test_what_scale_says_of_a_million_clients():
+    """docs/scale.md: its times and its memory are those of results/bench-cpu.json, rounded."""
+    points = {
+        (each["clients"], each["partition"]): each
+        for each in json.loads(text("results/bench-cpu.json"))["scale"]["many"]
+        if each["method"] == "reptile+metavd"
+    }
+    few, many = points[1_000, "iid"], points[1_000_000, "iid"]
+    all_many = [points[1_000_000, partition] for partition in ("iid", "dirichlet:10", "natural")]
+    words = " ".join(text("docs/scale.md").split())
+    rounds = [1000 * each["round_s"] for each in (few, many)]
+    assert "takes {:.0f} ms with a thousand clients and {:.0f} ms with a million".format(*rounds) in words
+    assert few["tested"] == many["tested"] == 100
+    tests = [each["evaluation_s"] for each in (few, many)]
+    assert "an evaluation of 100 of them {:.2f} s and {:.2f} s".format(*tests) in words
+    starts = [each["start_s"] for each in all_many]
+    assert "a run starts after {:.0f}, {:.0f} and {:.0f} s".format(*starts) in words
+    assert f"needs {max(each['memory_mb'] for each in all_many) / 1000:.1f} GB at most" in words
+    for each in (few, many):  # a quiet machine: the process had a core nearly all the time
+        assert each["round_s"] == pytest.approx(each["round_cpu_s"], rel=0.1)
 
 
 def test_what_readme_and_results_say_of_the_paper():
