@@ -143,6 +143,47 @@ def test_some_rules_of_aggregation():
             assert found == pytest.approx(said[place], abs=2), (rule, partition)
 
 
+def test_which_rule_of_aggregation_when():
+    """docs/aggregation.md: what it advises follows from its tables, which are written from results/attacks.jsonl."""
+    page = text("docs/aggregation.md")
+    tables = []
+    for block in re.findall(r"^\| rule \| .*(?:\n\|.*)+", page.split("<!-- attacks")[1], re.MULTILINE):
+        head, _, *lines = [[cell.strip(" `") for cell in line[1:-1].split("|")] for line in block.splitlines()]
+        rows = {row[0].split(":")[0]: [float(cell) for cell in row[1:]] for row in lines}
+        tables.append({head[i]: {rule: row[i - 1] for rule, row in rows.items()} for i in range(1, len(head))})
+    digits, fedavg, metavd, crude = tables
+    columns = [(name, column) for table in tables for name, column in table.items()]
+
+    def cost(rule):
+        return max(column["mean"] - column[rule] for name, column in columns if "nobody lies" in name)
+
+    robust = ("median", "trimmed", "multi-krum", "geometric-median", "clip")
+    words = " ".join(page.split())
+    assert f"`geometric-median` costs at most {cost('geometric-median'):.1f} points" in words
+    assert f"`clip` costs at most {cost('clip'):.1f} points" in words
+    assert f"costs most when nobody lies, up to {cost('multi-krum'):.0f} points" in words
+    few = [column for name, column in columns if ":0.1" in name]
+    many = [column for name, column in columns if ":0.3" in name and "nobody" not in name]
+    assert len(few) == 3
+    assert len(many) == 7
+    below = max(max(column[rule] for rule in robust) - column["geometric-median"] for column in few)
+    assert f"with one liar in ten it is the best rule or at most {below:.1f} points below it" in words
+    assert all(column["multi-krum"] == max(column.values()) for column in many)
+    assert all(
+        column["multi-krum"] == min(column.values()) for name, column in columns if "nobody lies" in name
+    ), "multi-krum costs most"
+    flipped = digits["dirichlet:0.5: `sign-flip:0.3"]
+    assert all(abs(flipped[rule] - flipped["mean"]) <= 2 for rule in ("median", "trimmed"))
+    for share in ("0.1", "0.3"):
+        column = fedavg[f"sign-flip:{share}"]
+        assert all(0 < column["mean"] - column[rule] < 2 for rule in ("median", "trimmed"))
+    assert all(metavd["sign-flip:0.1"][rule] < metavd["sign-flip:0.1"]["mean"] for rule in ("median", "trimmed"))
+    assert max(metavd["sign-flip:0.3"].values()) < metavd["nobody lies"]["mean"] / 2
+    assert min(crude["scale:0.1:-20"][rule] for rule in robust) > 60 > 6 * crude["scale:0.1:-20"]["mean"]
+    kept = {rule for rule in robust if crude["scale:0.3:-20"][rule] > 50}
+    assert kept == {"multi-krum", "geometric-median"}
+
+
 @pytest.mark.parametrize(
     ("page", "command"),
     [
