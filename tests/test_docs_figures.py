@@ -111,6 +111,20 @@ def test_the_gotchas_of_momentum_and_of_test_rows():
         assert 100 * found == pytest.approx(float(share), abs=0.6)
 
 
+@pytest.mark.figures
+def test_the_gotcha_of_speeds():
+    """docs/gotchas.md: the mean dropout rate that each of four ways to learn spreads ends with after 40 rounds."""
+    page = " ".join(text("docs/gotchas.md").split())
+    said = re.search(r"a mean dropout rate .*? of ([\d.]+); with .*? it is still ([\d.]+) and ([\d.]+), .*? "
+                     r"\(([\d.]+) in the same run\)", page)  # fmt: skip
+    runs = [("reptile+metavd", {}), ("reptile+vd", {}), ("reptile+ensemblevd", {}),
+            ("reptile+vd", {"spread_by": "hypernetwork"})]  # fmt: skip
+    for (method, options), figure in zip(runs, said.groups(), strict=True):
+        result = metavd.run(method=method, rounds=40, beta=10, clients=20, cohort=5, device="cpu", **options)
+        found = result["diagnostics"]["rate_mean"]
+        assert found == pytest.approx(float(figure), abs=0.03 if float(figure) > 0.5 else 0.006), (method, options)
+
+
 def test_the_noise_of_the_privacy_tables(monkeypatch):
     """scripts/privacy_table.py gives runs their noise: the least that keeps to each epsilon, as the accountant says."""
     pytest.importorskip("dp_accounting")
@@ -169,9 +183,9 @@ def test_which_rule_of_aggregation_when():
     below = max(max(column[rule] for rule in robust) - column["geometric-median"] for column in few)
     assert f"with one liar in ten it is the best rule or at most {below:.1f} points below it" in words
     assert all(column["multi-krum"] == max(column.values()) for column in many)
-    assert all(
-        column["multi-krum"] == min(column.values()) for name, column in columns if "nobody lies" in name
-    ), "multi-krum costs most"
+    assert all(column["multi-krum"] == min(column.values()) for name, column in columns if "nobody lies" in name), (
+        "multi-krum costs most"
+    )
     flipped = digits["dirichlet:0.5: `sign-flip:0.3"]
     assert all(abs(flipped[rule] - flipped["mean"]) <= 2 for rule in ("median", "trimmed"))
     for share in ("0.1", "0.3"):
@@ -277,6 +291,26 @@ def test_a_row_of_digits(method, tmp_path):
     for said, found, within in zip(row[1:], fresh[1:], [2.0, 2.0, 0.05, 0.05, 2.0, 2.0, 0.3], strict=True):
         (mean, half), (now, _) = numbers(said), numbers(found)
         assert now == pytest.approx(mean, abs=max(within, half)), (method, said, found)
+
+
+def test_what_flower_counts_beyond_ours():
+    """docs/federation.md: the sentence below the table of bytes rounds the table's differences."""
+    rows = [line for line in text("docs/federation.md").splitlines() if re.search(r"\d%.* MB|\d / \d", line)]
+    pairs = [re.findall(r"([\d.]+) / ([\d.]+)", row) for row in rows]
+    beyond = [[round(1000 * (float(flower[side]) - float(ours[side]))) for ours, flower in pairs] for side in (0, 1)]
+    assert len(pairs) == 8
+    said = "{} to {} kB down and {} to {} kB up per run".format(*(of(each) for each in beyond for of in (min, max)))
+    assert said in " ".join(text("docs/federation.md").split())
+
+
+@pytest.mark.figures
+def test_what_results_says_of_pfedme():
+    """docs/results.md: its accuracy on digits at the default rate, which docs/digits.md has, and at a larger one."""
+    words = " ".join(text("docs/results.md").split())
+    said = re.search(r"the rate `outer_lr=([\d.]+)`, .*? takes it from ([\d.]+) % to ([\d.]+) %", words)
+    assert f"| pfedme | {said[2]} ±" in text("docs/digits.md")
+    runs = [metavd.run(method="pfedme", rounds=60, seed=seed, outer_lr=float(said[1])) for seed in range(3)]
+    assert 100 * sum(run["test"]["accuracy"] for run in runs) / 3 == pytest.approx(float(said[3]), abs=2)
 
 
 def cells(page: str, heading: str, row: str) -> list[str]:
