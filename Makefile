@@ -52,7 +52,7 @@ types: venv ## mypy, strict on the mathematics
 imports: venv ## import-linter: imports point one way
 	$(BIN)/lint-imports
 
-# One thread a worker: the workers are the parallelism, and two thread pools on the same cores slow each other down.
+# One thread per worker: the workers are the parallelism, and two thread pools on the same cores slow each other down.
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile the package.
 tests: venv chromium ## pytest with doctests; JOBS=2 workers, ARGS="-k maml" is passed on
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 25 $(ARGS)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -246,6 +247,42 @@ def test_every_script_in_the_docs_exists():
     named = {path for page in PAGES for path in re.findall(r"\bscripts/\w+\.\w+", page.read_text(encoding="utf-8"))}
     assert named
     assert not [path for path in named if not (ROOT / path).is_file()]
+
+
+CODE = [path for part in ("src", "scripts", "tests") for path in (ROOT / part).rglob("*.py")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_in_the_docs_exists(page):
+    """A Python file is named by the end of its path, and a dotted name can be imported."""
+    text = page.read_text(encoding="utf-8")
+    files = [f"/{path}" for path in re.findall(r"`([\w/]+/\w+\.py)`", text)]
+    assert not [path for path in files if not any(each.as_posix().endswith(path) for each in CODE)]
+    groups = {f"metavd.{name}" for name in ("aggregations", "datasets", "figures", "methods", "models", "partitions",
+                                            "posteriors")}  # fmt: skip
+    names = set(re.findall(r"`(metavd(?:\.[A-Za-z_]\w*)+)", text)) - groups
+    for name in names:
+        if re.match(r"metavd\.flower\b", name):
+            pytest.importorskip("flwr")
+        pkgutil.resolve_name(name)
+
+
+def test_what_differences_says_of_files():
+    """docs/differences.md: the last column's files are below src/metavd/, and have the functions named after them."""
+    lines = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8").splitlines()
+    points = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if re.match(r"\| \d+ \|", line)]
+    assert [int(cells[0]) for cells in points] == list(range(1, 41))
+    for number, *_, where in points:
+        state = re.match(r"\w+", where)[0]
+        assert state in {"done", "kept", "partly", "marked", "text"}, (number, state)
+        file = None
+        for name in re.findall(r"`([^`]+)`", where):
+            if "/" in name or name.endswith(".py"):
+                file = ROOT / (name if name.startswith("tests/") else f"src/metavd/{name}")
+                assert file.exists(), (number, name)
+            elif file is not None and file.is_file() and re.fullmatch(r"\w+", name):
+                found = re.search(rf"^(?:def|class) {name}\b", file.read_text(encoding="utf-8"), re.MULTILINE)
+                assert found, (number, file.name, name)
 
 
 def taken(key: str, value: str) -> bool:

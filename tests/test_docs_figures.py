@@ -111,6 +111,20 @@ def test_the_gotchas_of_momentum_and_of_test_rows():
         assert 100 * found == pytest.approx(float(share), abs=0.6)
 
 
+@pytest.mark.figures
+def test_the_gotcha_of_speeds():
+    """docs/gotchas.md: the mean dropout rate that each of four ways to learn spreads ends with after 40 rounds."""
+    page = " ".join(text("docs/gotchas.md").split())
+    said = re.search(r"a mean dropout rate .*? of ([\d.]+); with .*? it is still ([\d.]+) and ([\d.]+), .*? "
+                     r"\(([\d.]+) in the same run\)", page)  # fmt: skip
+    runs = [("reptile+metavd", {}), ("reptile+vd", {}), ("reptile+ensemblevd", {}),
+            ("reptile+vd", {"spread_by": "hypernetwork"})]  # fmt: skip
+    for (method, options), figure in zip(runs, said.groups(), strict=True):
+        result = metavd.run(method=method, rounds=40, beta=10, clients=20, cohort=5, device="cpu", **options)
+        found = result["diagnostics"]["rate_mean"]
+        assert found == pytest.approx(float(figure), abs=0.03 if float(figure) > 0.5 else 0.006), (method, options)
+
+
 def test_the_noise_of_the_privacy_tables(monkeypatch):
     """scripts/privacy_table.py gives runs their noise: the least that keeps to each epsilon, as the accountant says."""
     pytest.importorskip("dp_accounting")
@@ -141,6 +155,47 @@ def test_some_rules_of_aggregation():
             runs = [metavd.run(method="fedavg", seed=seed, **settings) for seed in range(3)]
             found = 100 * sum(run["test"]["accuracy"] for run in runs) / 3
             assert found == pytest.approx(said[place], abs=2), (rule, partition)
+
+
+def test_which_rule_of_aggregation_when():
+    """docs/aggregation.md: what it advises follows from its tables, which are written from results/attacks.jsonl."""
+    page = text("docs/aggregation.md")
+    tables = []
+    for block in re.findall(r"^\| rule \| .*(?:\n\|.*)+", page.split("<!-- attacks")[1], re.MULTILINE):
+        head, _, *lines = [[cell.strip(" `") for cell in line[1:-1].split("|")] for line in block.splitlines()]
+        rows = {row[0].split(":")[0]: [float(cell) for cell in row[1:]] for row in lines}
+        tables.append({head[i]: {rule: row[i - 1] for rule, row in rows.items()} for i in range(1, len(head))})
+    digits, fedavg, metavd, crude = tables
+    columns = [(name, column) for table in tables for name, column in table.items()]
+
+    def cost(rule):
+        return max(column["mean"] - column[rule] for name, column in columns if "nobody lies" in name)
+
+    robust = ("median", "trimmed", "multi-krum", "geometric-median", "clip")
+    words = " ".join(page.split())
+    assert f"`geometric-median` costs at most {cost('geometric-median'):.1f} points" in words
+    assert f"`clip` costs at most {cost('clip'):.1f} points" in words
+    assert f"costs most when nobody lies, up to {cost('multi-krum'):.0f} points" in words
+    few = [column for name, column in columns if ":0.1" in name]
+    many = [column for name, column in columns if ":0.3" in name and "nobody" not in name]
+    assert len(few) == 3
+    assert len(many) == 7
+    below = max(max(column[rule] for rule in robust) - column["geometric-median"] for column in few)
+    assert f"with one liar in ten it is the best rule or at most {below:.1f} points below it" in words
+    assert all(column["multi-krum"] == max(column.values()) for column in many)
+    assert all(column["multi-krum"] == min(column.values()) for name, column in columns if "nobody lies" in name), (
+        "multi-krum costs most"
+    )
+    flipped = digits["dirichlet:0.5: `sign-flip:0.3"]
+    assert all(abs(flipped[rule] - flipped["mean"]) <= 2 for rule in ("median", "trimmed"))
+    for share in ("0.1", "0.3"):
+        column = fedavg[f"sign-flip:{share}"]
+        assert all(0 < column["mean"] - column[rule] < 2 for rule in ("median", "trimmed"))
+    assert all(metavd["sign-flip:0.1"][rule] < metavd["sign-flip:0.1"]["mean"] for rule in ("median", "trimmed"))
+    assert max(metavd["sign-flip:0.3"].values()) < metavd["nobody lies"]["mean"] / 2
+    assert min(crude["scale:0.1:-20"][rule] for rule in robust) > 60 > 6 * crude["scale:0.1:-20"]["mean"]
+    kept = {rule for rule in robust if crude["scale:0.3:-20"][rule] > 50}
+    assert kept == {"multi-krum", "geometric-median"}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +293,41 @@ def test_a_row_of_digits(method, tmp_path):
         assert now == pytest.approx(mean, abs=max(within, half)), (method, said, found)
 
 
+def test_what_flower_counts_beyond_ours():
+    """docs/federation.md: the sentence below the table of bytes rounds the table's differences."""
+    rows = [line for line in text("docs/federation.md").splitlines() if re.search(r"\d%.* MB|\d / \d", line)]
+    pairs = [re.findall(r"([\d.]+) / ([\d.]+)", row) for row in rows]
+    beyond = [[round(1000 * (float(flower[side]) - float(ours[side]))) for ours, flower in pairs] for side in (0, 1)]
+    assert len(pairs) == 8
+    said = "{} to {} kB down and {} to {} kB up per run".format(*(of(each) for each in beyond for of in (min, max)))
+    assert said in " ".join(text("docs/federation.md").split())
+
+
+@pytest.mark.figures
+def test_what_results_says_of_pfedme():
+    """docs/results.md: where pFedMe loses accuracy on digits; the default's figures are those of docs/digits.md."""
+    words = " ".join(text("docs/results.md").split())
+    said = re.search(
+        r"([\d.]+) % with them, ([\d.]+) % without \(`tune_epochs=0`\), ([\d.]+) % with `lr=0.03`.*?"
+        r"FedAvg does at `lr=0.005` \(([\d.]+) %\), and `outer_lr=0.02` has ([\d.]+) %, "
+        r"FedAvg at its `lr=0.02` ([\d.]+) %",
+        words,
+    )
+    default, alone, slower, slow, same, fedavg = said.groups()
+    assert f"| pfedme | {default} ±" in text("docs/digits.md")
+    assert f"| fedavg | {fedavg} ±" in text("docs/digits.md")
+    runs = [
+        ("pfedme", {"tune_epochs": 0}, alone),
+        ("pfedme", {"lr": 0.03}, slower),
+        ("fedavg", {"lr": 0.005}, slow),
+        ("pfedme", {"tune_epochs": 0, "outer_lr": 0.02}, same),
+    ]
+    for method, options, figure in runs:
+        results = [metavd.run(method=method, rounds=60, seed=seed, device="cpu", **options) for seed in range(3)]
+        found = 100 * sum(each["test"]["accuracy"] for each in results) / 3
+        assert found == pytest.approx(float(figure), abs=2), (method, options)
+
+
 def cells(page: str, heading: str, row: str) -> list[str]:
     """Return the cells of a row below a heading, without footnotes and bold type."""
     below = text(page).split(f"\n### {heading}\n")[1].split("\n### ")[0]
@@ -251,12 +341,35 @@ def test_what_readme_and_start_say_of_speed():
     page = "docs/performance.md"
     seconds, times = float(cells(page, "paper", "metavd")[1]), float(cells(page, "paper", "loop")[2])
     for words in said.values():
-        assert f"takes {1000 * seconds:.0f} ms, {times:.0f} times less than in the usual loop" in words
+        assert f"takes {1000 * seconds:.0f} ms in bfloat16, {times:.0f} times less than in the usual loop" in words
+        assert "in the usual loop in float32" in words  # whose products are not those of bfloat16
     whole = [float(cells(page, "Whole runs", method)[3]) for method in ("fedavg", "maml")]
     tiny = [float(cells(page, "tiny", rival)[2]) for rival in ("pfl", "Flower simulation")]
     assert f"{float(cells(page, 'paper100', 'loop')[2]):.0f} times less with all 100 clients" in said["docs/start.md"]
     assert "take {:.0f} s (FedAvg) to {:.0f} s (MAML)".format(*whole) in said["docs/start.md"]
     assert "{:.0f} times as fast as pfl and {:.0f} times as fast as Flower".format(*tiny) in said["docs/start.md"]
+
+
+def test_what_scale_says_of_a_million_clients():
+    """docs/scale.md: its times and its memory are those of results/bench-cpu.json, rounded."""
+    points = {
+        (each["clients"], each["partition"]): each
+        for each in json.loads(text("results/bench-cpu.json"))["scale"]["many"]
+        if each["method"] == "reptile+metavd"
+    }
+    few, many = points[1_000, "iid"], points[1_000_000, "iid"]
+    all_many = [points[1_000_000, partition] for partition in ("iid", "dirichlet:10", "natural")]
+    words = " ".join(text("docs/scale.md").split())
+    rounds = [1000 * each["round_s"] for each in (few, many)]
+    assert "takes {:.0f} ms with a thousand clients and {:.0f} ms with a million".format(*rounds) in words
+    assert few["tested"] == many["tested"] == 100
+    tests = [each["evaluation_s"] for each in (few, many)]
+    assert "an evaluation of 100 of them {:.2f} s and {:.2f} s".format(*tests) in words
+    starts = [each["start_s"] for each in all_many]
+    assert "a run starts after {:.0f}, {:.0f} and {:.0f} s".format(*starts) in words
+    assert f"needs {max(each['memory_mb'] for each in all_many) / 1000:.1f} GB at most" in words
+    for each in (few, many):  # a quiet machine: the process had a core nearly all the time
+        assert each["round_s"] == pytest.approx(each["round_cpu_s"], rel=0.1)
 
 
 def test_what_readme_and_results_say_of_the_paper():

@@ -35,7 +35,7 @@ FIELDS = {
     "clients": 6, "unseen": 2, "cohort": 3, "rounds": 3, "width": 8, "dtype": "float64", "eval_every": 3,
     "test_share": 0.8,
 }  # fmt: skip
-"""All of digits, most of it to test on: some 45 training rows a client keep 32 methods quick."""
+"""All of digits, most of it to test on: some 45 training rows per client keep 32 methods quick."""
 CHEAP = {"batch": 16, "server_share": 0.1, "drop_from": 1, "threshold": 0.2}
 """The threshold is low, so that +drop drops weights."""
 

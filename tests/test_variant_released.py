@@ -474,7 +474,7 @@ def test_released_drop_is_metavd_where_nothing_is_dropped(build):
 
 @pytest.mark.parametrize("name", ["reptile+metavd", "reptile+vd", "reptile+ensemblevd"])
 def test_per_input_on_the_papers_network(name):
-    """per=input: one rate an input of the three linear layers, 1024 + 256 + 128 = 1,408 in all."""
+    """per=input: one rate per input of the three linear layers, 1024 + 256 + 128 = 1,408 in all."""
     model = from_module(cnn((3, 32, 32), 10), init=xavier)
     setting = methods.Setting(3, 10, 1000)
     algorithm = methods.algorithm(name, model, setting, {"per": "input"})

@@ -292,7 +292,7 @@ def test_dropping_as_released_sends_zeros(graded):
 
 
 def test_dropping_whole_units(net):
-    """With one rate an input unit, the mask has one entry a unit."""
+    """With one rate per input unit, the mask has one entry per unit."""
     noise = InputLogAlpha(("fc1",), offset=0.0)
     base = emit.learned(emit.shared(net), net, noise)
     params = base.init(rng.key(0)) | {"fc1.logalpha": torch.linspace(-3.0, 3.0, 6).double()}
@@ -304,7 +304,7 @@ def test_dropping_whole_units(net):
 
 
 def test_dropping_whole_channels_as_released():
-    """With one rate an input channel of a convolution, released sends zeros in that channel's kernels."""
+    """With one rate per input channel of a convolution, released sends zeros in that channel's kernels."""
     model = from_module(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double())
     noise = InputLogAlpha(("0",), offset=0.0)
     base = emit.learned(emit.shared(model), model, noise)

@@ -277,7 +277,7 @@ def test_moments_of_a_convolution_with_noise_a_channel(image):
 
 
 def test_moments_of_a_grouped_convolution_with_noise_a_channel():
-    """A rate a column of the weight: channels in one place of their groups share it."""
+    """One rate per column of the weight: channels in one place of their groups share it."""
     torch.manual_seed(5)
     model = from_module(sequence(conv=nn.Conv2d(4, 2, 2, groups=2)).double())
     params, x = model.init(rng.key(0)), torch.randn(1, 4, 3, 3, dtype=torch.float64)

@@ -101,7 +101,7 @@ def test_spread_is_clamped_and_starts_at_its_first_value():
 
 
 def test_per_weight_spreads_over_columns():
-    """A number an input unit stands for that unit's column, of matrices and of kernels; a number a weight passes."""
+    """One number per input unit stands for that unit's column, of matrices and of kernels; one per weight passes."""
     value, matrix, kernel = double(1.0, 2.0), torch.zeros(3, 2), torch.zeros(3, 2, 4, 4)
     assert per_weight(value, matrix).tolist() == [[1.0, 2.0]] * 3
     wide = per_weight(value, kernel)

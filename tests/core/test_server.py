@@ -436,7 +436,7 @@ def test_averaged_iterates():
 
 @pytest.mark.parametrize("steps", [4, 5, 7, 20])
 def test_short_distillations_have_rates_and_iterates(steps):
-    """Any number of steps from 4 on gives one rate a step, never negative, and at least one averaged iterate."""
+    """Any number of steps from 4 on gives one rate per step, never negative, and at least one averaged iterate."""
     config = Distillation(steps=steps, lr=0.5)
     rates = server.distill_rates(config)
     assert len(rates) == steps

@@ -190,7 +190,7 @@ def test_domains_have_a_column_each(found):
 
 
 def test_clients_that_are_left_out_in_turn_make_one_group(found):
-    """Who is left out is like another seed: one row a method, the same task, a column of accuracy on each of them."""
+    """Who is left out is like another seed: one row per method, the same task, a column of accuracy on each of them."""
     away = [
         replace(changed(run, unseen=unseen), folder=run.folder / unseen)
         for run in found
