@@ -41,6 +41,14 @@ PUBLISHED = {
 all in every round, 2,000 rounds of one pass with batches of 10, consistent rows, the best round on test rows."""
 
 
+AUROC = Column("AUROC unknown", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1)
+
+
+def size_of_sets(kind: str) -> Column:
+    """Return how many classes the sets of one of `conformal.METHODS` hold."""
+    return Column(f"{kind.upper()} size", ("trust", "sets", "test", kind, "size"), 1.0, 2, -1)
+
+
 def columns() -> list[Column]:
     """Return the figures of the page."""
     accuracy, tenth = get("accuracy"), get("percentile_10")
@@ -50,8 +58,8 @@ def columns() -> list[Column]:
         *(tenth.column(part)._replace(title=f"{part} worst tenth %") for part in ("test", "unseen")),
         *(get(name).column("test", heading="test") for name in ("nll", "ece_top1")),
         Column("LAC covered %", ("trust", "sets", "test", "lac", "covered"), 100.0),
-        *(Column(f"{kind.upper()} size", ("trust", "sets", "test", kind, "size"), 1.0, 2, -1) for kind in METHODS),
-        Column("AUROC unknown", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1),
+        *map(size_of_sets, METHODS),
+        AUROC,
         Column("FPR95 unknown %", ("trust", "unknown", "test", "entropy", "fpr95"), 100.0, 1, -1),
         SENT,
         SECONDS,

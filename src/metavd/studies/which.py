@@ -49,9 +49,8 @@ def questions() -> list[Question]:
         Question("Confidence must be accuracy, within 5 points of the most accurate (ECE)",
                  get("ece_top1").column("test"), among=5),
         Question("Sets of classes with 90 % coverage, as small as possible (LAC)",
-                 Column("LAC size", ("trust", "sets", "test", "lac", "size"), 1.0, 2, -1)),
-        Question("Inputs of another kind must be noticed (AUROC)",
-                 Column("AUROC", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1)),
+                 arena.size_of_sets("lac")),
+        Question("Inputs of another kind must be noticed (AUROC)", arena.AUROC),
         Question("Traffic is dear, a point of accuracy is not (MB)", SENT._replace(better=-1), among=1),
         Question("Time is dear, a point of accuracy is not (seconds)", SECONDS._replace(better=-1), among=1),
     ]  # fmt: skip
