@@ -16,7 +16,7 @@ from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
 from ..methods import resolve
 from ..runs.settings import Experiment, with_settings
-from .lines import Line, read
+from .lines import Line, complete, read
 from .many import Ended, carry_out
 from .markdown import markdown_table
 from .pairs import pair
@@ -110,7 +110,9 @@ def page(store: Path) -> str:
         "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
         "rows), for orientation alone.\n",
     ]
-    for title, methods in grouped(read(store, SCOPE).values()).items():
+    lines = list(read(store, SCOPE).values())
+    parts += [f"{told}\n"] if (told := told_servers(lines)) else []
+    for title, methods in grouped(lines).items():
         parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -121,6 +123,25 @@ def grouped(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
     for line in lines:
         groups[setting_of(line)][name_of(line)].append(line)
     return dict(sorted(groups.items()))
+
+
+def told_servers(lines: Iterable[Line]) -> str:
+    """Say of which bases the server has momentum, by the runs' own settings; nothing where all have the same."""
+    bases: dict[float, set[str]] = defaultdict(set)
+    for line in lines:
+        settings = complete(plain(line["settings"]))
+        bases[settings["server_momentum"]].add(settings["method"].split("+")[0])
+    if len(bases) < 2:
+        return ""
+    *fewer, most = sorted(bases, key=lambda momentum: len(bases[momentum]))
+    some = "; ".join(
+        f"of {momentum:g}: {', '.join(f'`{name}`' for name in sorted(bases[momentum]))}" for momentum in fewer
+    )
+    return (
+        f"Servers differ. Momentum {some} (with whatever is added to them); of {most:g}: all others. With momentum m "
+        "the server's steps in a lasting direction grow up to 1/(1 - m) times, so that part of a difference between "
+        "the two may be the server's, not the method's."
+    )
 
 
 def name_of(line: Line) -> str:
