@@ -147,9 +147,7 @@ def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], h
     shared = [[runs[seed] for seed in each] for runs in (own, other)]
     difference = sum(each.values()) / len(each)
     low, high = _interval(claim.figure, list(each.values()), *shared)
-    more, limit, enough = "", 0.0, True
-    if len({KEY in settings_of(cell, how=how) for cell in (first, second)}) > 1:
-        more = "only one of the two is tuned"
+    more, limit, enough = _untuned((first, second), how), 0.0, True
     if claim.kind == "no-loss":
         dropped = min(number(line["result"], "sparsity", "layer") or 0.0 for line in shared[0])
         more = ", ".join(filter(None, (f"{dropped:.0%} dropped", more)))
@@ -161,6 +159,14 @@ def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], h
     elif not enough or (bounds[1] < limit and all(value < limit for value in each.values())):
         outcome = AGAINST
     return Comparison(where, what, outcome, difference, low, high, paper, len(each), more)
+
+
+def _untuned(compared: Sequence[Cell], how: Protocol) -> str:
+    """Say which of two rows tuned settings were asked for and none were found."""
+    if how.tuned is None:
+        return ""
+    tuned = sum(KEY in settings_of(cell, how=how) for cell in compared)
+    return {0: "neither is tuned", 1: "only one of the two is tuned"}.get(tuned, "")
 
 
 def _interval(
