@@ -492,6 +492,26 @@ def test_the_page_says_what_was_run_and_what_not(tmp_path: Path) -> None:
             assert not figure.mark or f"{figure.mark[0].upper()}{figure.mark[1:]}." in page
 
 
+def test_pages_of_other_protocols_say_so_in_title_and_text(tmp_path: Path) -> None:
+    store = tmp_path / "s.jsonl"
+    pages = {rounds: report(store, names=["T8"], how=protocol(rounds=rounds)) for rounds in (0, 1000, 100)}
+    assert [page.splitlines()[0] for page in pages.values()] == [
+        "# The paper's tables and ours",
+        "# The paper's tables and ours, after 1,000 rounds",
+        "# The paper's tables and ours, after 100 rounds",
+    ]
+    said = "**Ours are after 100 rounds, the paper's after 1,000**"
+    assert [said in page for page in pages.values()] == [False, False, True]
+
+
+def test_no_column_of_the_page_is_empty_throughout(tmp_path: Path) -> None:
+    """Nothing was run, so there are no last five and no differences."""
+    page = report(tmp_path / "none.jsonl", names=["T8"])
+    assert "last five" not in page
+    assert "| difference |" not in page
+    assert "| FedAvg | not run | 78.28 | not run |" in page
+
+
 def test_rows_of_the_page_have_as_many_fields_as_their_header(tmp_path: Path) -> None:
     for block in re.split(r"\n\n", report(tmp_path / "none.jsonl")):
         rows = [row for row in block.splitlines() if row.startswith("|")]

@@ -67,27 +67,24 @@ def _heading(cell: Cell, how: Protocol) -> str:
 
 
 def _rows(answers: Sequence[Answer], view: View, about: _Notes) -> list[str]:
-    titles = [MEASURES[name].title for name in view.table.figures]
-    every = [each for answer in view.answers for each in answer.figures]
-    averaged = view.how.last == 1 and any(each.last is not None for each in every)
-    tuned = any(each.untuned is not None for each in every)
     beside = view.how.scale == "full" and not view.table.alone
     headings: list[str] = []
-    for title in titles:
-        headings += [f"{title}: ours" if beside else title, *["last five"] * averaged, *["untuned"] * tuned]
+    for title in (MEASURES[name].title for name in view.table.figures):
+        headings += [f"{title}: ours" if beside else title, "last five", "untuned"]
         headings += ["paper", "difference"] if beside else []
     lines = []
     for answer in answers:
         label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
         parts: list[str] = []
         for each in answer.figures:
-            parts += [_ours(each, answer)]
-            parts += [_beside(each.last, each)] * averaged + [_beside(each.untuned, each)] * tuned
+            parts += [_ours(each, answer), _beside(each.last, each), _beside(each.untuned, each)]
             parts += [_theirs(each.figure, about), _difference(each)] if beside else []
         failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
         count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
         lines.append([label, *parts, count])
-    return markdown_table(["", *headings, "seeds"], lines)
+    head = ["", *headings, "seeds"]
+    filled = [number for number, column in enumerate(zip(*lines, strict=True)) if any(column)]
+    return markdown_table([head[number] for number in filled], [[line[number] for number in filled] for line in lines])
 
 
 def _number(value: float, *, signed: bool) -> str:
@@ -169,15 +166,24 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
     needed = {name_of(answer.cell, seed, how) for answer in answers for seed in how.seeds}
     lines = {name: line for view in views for name, line in view.lines.items()}
     finished = sum("result" in line for line in lines.values())
+    figures = [figure for answer in answers for figure in answer.figures]
     seeds = ", ".join(str(seed) for seed in how.seeds)
     failed = f", {len(lines) - finished} failed" if len(lines) > finished else ""
     text = [
-        "# The paper's tables and ours" + (" (smoke runs)" if how.scale == "smoke" else ""),
+        f"# The paper's tables and ours{_title_end(how)}",
         "",
         f'{finished} of {len(needed)} runs are done{failed}; cells without one say "not run". Ours is the mean over '
         f"seeds {seeds} ± the half width of its 95 % interval (Student's t), where there is more than one."
-        + (f" *Last five*: mean of the last {LAST} evaluations." if how.last == 1 else "")
-        + (" *Untuned*: the last round of runs at the defaults, where there are some." if how.tuned else ""),
+        + (
+            f" *Last five*: mean of the last {LAST} evaluations."
+            if any(each.last is not None for each in figures)
+            else ""
+        )
+        + (
+            " *Untuned*: the last round of runs at the defaults."
+            if any(each.untuned is not None for each in figures)
+            else ""
+        ),
         "",
     ]
     if how.scale == "smoke":
@@ -192,13 +198,36 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
             "",
             "A difference is ours less the paper's. **Bold**: beyond noise, by Student's interval for one more run "
             "where there are several seeds, and by a bootstrap over clients where there is one, which leaves out the "
-            "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown.",
+            "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown."
+            + _other_rounds(answers, how),
             "",
         ]
     text += [f"Protocol: {told_protocol(how)}."]
     if command:
         text += ["", f"Written by `{command}`."]
     return "\n".join(text) + "\n"
+
+
+def _title_end(how: Protocol) -> str:
+    """Say in a title what sets its runs apart from the paper's and the other pages'."""
+    if how.scale == "smoke":
+        return " (smoke runs)"
+    told = [f"after {how.rounds:,} rounds"] if how.rounds else []
+    told += ["with tuned settings"] if how.tuned is not None else []
+    told += ["with options changed after validation"] if how.overrides else []
+    return "".join(f", {each}" for each in told)
+
+
+def _other_rounds(answers: Sequence[Answer], how: Protocol) -> str:
+    """Say so where ours were trained for another time than the paper's, so that differences are due to that first."""
+    theirs = {answer.cell.settings["rounds"] for answer in answers if "rounds" in answer.cell.settings} - {how.rounds}
+    if not how.rounds or not theirs:
+        return ""
+    longest = " or ".join(f"{rounds:,}" for rounds in sorted(theirs))
+    return (
+        f" **Ours are after {how.rounds:,} rounds, the paper's after {longest}**: a difference is first of all that of "
+        "training, bold or not, and tells nothing about whether the paper's numbers can be had."
+    )
 
 
 def told_protocol(how: Protocol) -> str:
