@@ -14,7 +14,7 @@ import pytest
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
 from metavd.engine.rounds import InterruptedRun, Silent
-from metavd.errors import SpecError
+from metavd.errors import SpecError, UserError
 from metavd.runs.store import Store
 from metavd.studies.lines import append, identity, read
 from metavd.studies.paper import digest
@@ -532,5 +532,5 @@ def test_another_protocol_is_said(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecError, match="cannot write the report"):
+    with pytest.raises(UserError, match="cannot write the page"):
         report(tmp_path / "s.jsonl", tmp_path / "file" / "paper.md", names=["T9"])

@@ -81,10 +81,10 @@ def arena_command(
             method, protocol, seed = ended.key
             reporter.note(f"  {method}  {protocol}  seed {seed}  {_said(ended)}")
     if page is not None:
-        Path(page).write_text(later.studies_arena.page(Path(store)))
+        later.studies_markdown.write(page, later.studies_arena.page(Path(store)))
         click.echo(f"Written: {page}")
     if which is not None:
-        Path(which).write_text(later.studies_which.page(Path(store)))
+        later.studies_markdown.write(which, later.studies_which.page(Path(store)))
         click.echo(f"Written: {which}")
     if picture is not None:
         click.echo(f"Written: {later.report_arena.draw_arena(Path(store), Path(picture))}")

@@ -219,7 +219,7 @@ def tune_all_command(
     if page is not None:
         lines = list(later.studies_halving.read(Path(store)).values())
         folder = Path(files) if files else later.studies_tuned.FOLDER
-        Path(page).write_text(later.studies_halving.page(lines, command_line()))
+        later.studies_markdown.write(page, later.studies_halving.page(lines, command_line()))
         written = later.studies_tuned.write(lines, folder)
         click.echo(f"Written: {page}" + (f", and {len(written)} files in {folder}" if written else ""))
 

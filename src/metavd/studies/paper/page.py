@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...container import write_atomic
-from ...errors import SpecError
-from ..markdown import markdown_table
+from ..markdown import markdown_table, write
 from .plan import tuned_told
 from .protocol import LAST, PAPER, Protocol, name_of, settings_of
 from .statistics import Answer, Compared, View, table
@@ -153,11 +151,7 @@ def report(
     shown = ["## Figures\n\n" + "\n".join(f"![{caption}]({file})\n\n*{caption}.*\n" for caption, file in pictures)]
     text = "\n".join([_preface(views, how, command), *(markdown(view) for view in views), *(shown if pictures else [])])
     if path is not None:
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(Path(path), text.encode())
-        except OSError as error:
-            raise SpecError(f"cannot write the report {path}: {error.strerror}") from None
+        write(path, text)
     return text
 
 
