@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..data.collection import parse
+from ..errors import SpecError
 from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
-from ..methods import resolve
-from ..runs.settings import Experiment, with_settings
+from ..methods import NAMES, check, options_of, resolve
+from ..runs.settings import RUNTIME, SETTINGS, Experiment, with_settings
+from ..schema import nearest
 from .lines import Line, complete, read
 from .many import Ended, carry_out
 from .markdown import markdown_table
 from .pairs import pair
 from .paper.digest import digested
-from .tuned import KEY, label, plain
+from .tuned import KEY, applied, find_for, label, plain
+from .tuned import read as tuned_files
+from .tuned import told as tuned_told
 
 SCOPE = "arena"
 BEST = (
@@ -66,25 +72,79 @@ def columns() -> list[Column]:
     ]
 
 
-def tasks(
-    methods: Sequence[str], settings: Mapping[str, Any], protocols: Sequence[str], seeds: Sequence[int]
-) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Return what is to be run, by method, protocol and seed."""
-    return {
-        (method, protocol, seed): {**settings, "method": method, "test_rows": protocol, "seed": seed}
-        for method in methods
-        for protocol in protocols
-        for seed in seeds
-    }
+Key = tuple[str, str, int]
+"""Method, protocol and seed."""
+
+
+class Plan(NamedTuple):
+    """What is to be run; `plan` makes one and checks it."""
+
+    tasks: dict[Key, dict[str, Any]]
+    where: dict[str, Any]
+    """Settings that say where runs are carried out, and change no number."""
+    told: tuple[str, ...]
+    """Where tuned settings come from, a sentence for each method and protocol."""
+
+
+def plan(
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    protocols: Sequence[str],
+    seeds: int = 1,
+    unknown: str | None = None,
+    tuned: str | Path | None = None,
+) -> Plan:
+    """Return what is to be run, or say in one sentence what is wrong with it.
+
+    Args:
+        names: methods; the one word "all" or "best" stands for several.
+        settings: of the experiment, and options of methods; what only some methods know is for those.
+        protocols: how test rows are dealt; every method runs under each.
+        seeds: how many of each, from the settings' seed on.
+        unknown: another dataset, which clients are to know for unknown.
+        tuned: a folder of tuned settings, see `tuned`.
+    """
+    several: dict[tuple[str, ...], Sequence[str]] = {("all",): NAMES, ("best",): BEST}
+    names = several.get(tuple(names), names)
+    _check(names, settings, unknown)
+    chosen = None if tuned is None else tuned_files(tuned)
+    where = {key: value for key, value in settings.items() if key in RUNTIME - {"weights"}}
+    rest = {key: value for key, value in settings.items() if key not in {"method", "seed", *where}}
+    first = int(settings.get("seed", 0))
+    tasks: dict[Key, dict[str, Any]] = {}
+    told = []
+    for name, protocol in product(names, protocols):
+        own = {key: value for key, value in rest.items() if key in SETTINGS or key in options_of(name)}
+        asked = with_settings(
+            with_settings(Experiment(), {"method": check(name)}), {**own, **where, "test_rows": protocol}
+        )
+        found = None if chosen is None else find_for(chosen, asked)
+        told += [] if chosen is None else [tuned_told(asked, found)]
+        whole = applied(found, own) | {"method": name, "test_rows": protocol}
+        tasks |= {(name, protocol, seed): {**whole, "seed": seed} for seed in range(first, first + seeds)}
+    return Plan(tasks, where, tuple(told))
+
+
+def _check(names: Sequence[str], settings: Mapping[str, Any], unknown: str | None) -> None:
+    """Refuse data that there are not and what none of the methods knows."""
+    for text in filter(None, (settings.get("data"), unknown)):
+        parse(text)
+    known = {key for name in names for key in options_of(name)} | {*SETTINGS, *RUNTIME}
+    for key in settings:
+        if names and key not in known:
+            raise SpecError(
+                f"no setting and no option of {', '.join(names[:3])} is called {key!r}; {nearest(key, sorted(known))}"
+            )
 
 
 def carry(
-    wanted: Mapping[tuple[str, str, int], Mapping[str, Any]],
+    wanted: Mapping[Key, Mapping[str, Any]],
     *,
     where: Mapping[str, Any],
     look: Callable[[Path], Mapping[str, Any]] | None = None,
     **how: Any,
-) -> Iterator[Ended[tuple[str, str, int]]]:
+) -> Iterator[Ended[Key]]:
     """Run what the store lacks; yield each run as it ends. See `many.carry_out` for `how`, `digested` for the rest."""
     work_of = partial(digested, where=where, look=look)
     return carry_out(wanted, work_of, scope=SCOPE, device=str(where.get("device", "auto")), **how)
