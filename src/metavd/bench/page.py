@@ -21,13 +21,13 @@ from .workload import CURVES
 DEVICES = ("cpu", "cuda")
 _TITLES = {"cpu": "On a CPU", "cuda": "On a GPU"}
 _ABOUT = {
-    "cifar": "100 clients with 320 random 3x32x32 images each, 10 a round, 5 steps of 64, 64 filters",
-    "tiny": "200 clients with 20 random 8x8 images each, 100 a round, 2 steps of 10, a network of 64-64-32-10 units",
-    "paper": "50,000 random 3x32x32 images dealt by dirichlet:0.5 to 100 clients, 10 a round, 5 epochs, batch 64, "
+    "cifar": "100 clients with 320 random 3x32x32 images each, 10 per round, 5 steps of 64, 64 filters",
+    "tiny": "200 clients with 20 random 8x8 images each, 100 per round, 2 steps of 10, a network of 64-64-32-10 units",
+    "paper": "50,000 random 3x32x32 images dealt by dirichlet:0.5 to 100 clients, 10 per round, 5 epochs, batch 64, "
     "64 filters, augmentation",
     "paper100": "the same with all 100 clients in every round",
 }
-_AXES = {"cohort": "clients a round", "clients": "clients", "width": "filters a layer"}
+_AXES = {"cohort": "clients per round", "clients": "clients", "width": "filters per layer"}
 _HEADING = """# Speed
 
 Written by `metavd bench`. But for whole runs, figures are of FedAvg on random images, and all variants compute the
@@ -52,6 +52,18 @@ def shown_seconds(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
+def told_precision(workload: Mapping[str, Any]) -> str:
+    """Say so where the precision of a workload's products is not the same for all variants."""
+    own = {each["precision"] for each in workload["variants"] if "precision" in each} - {"exact", "float32"}
+    if not own:
+        return ""
+    return (
+        f" metavd's products are in {' and '.join(sorted(own))}, its default on this device; the other variants' "
+        "as torch has them unless told otherwise: float32, where cuDNN may take tf32 for convolutions; the peak beside "
+        "them is float32's. *Of ours* is both together: how clients are computed, and how precisely."
+    )
+
+
 def title(workload: Mapping[str, Any]) -> str:
     """Name a workload, and the load beside which it was measured; the median round counts there."""
     load = workload.get("load", 0)
@@ -62,7 +74,7 @@ def title(workload: Mapping[str, Any]) -> str:
 def table(workload: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of a workload's table, the headings first."""
     cuda = any("cuda_mb" in each for each in workload["variants"])
-    heading = ["variant", "s a round", "of ours", "median s", "images/s", "TFLOP/s", "of the peak", "memory MB"]
+    heading = ["variant", "s per round", "of ours", "median s", "images/s", "TFLOP/s", "of the peak", "memory MB"]
     rows = [[*heading, "GPU MB"] if cuda else heading]
     for each in workload["variants"]:
         name = each["name"] + (f" ({each['backend']}, {each['precision']})" if "backend" in each else "")
@@ -88,7 +100,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [[_AXES[name], "s a round", "images/s", "TFLOP/s", "memory MB"]]
+    rows = [[_AXES[name], "s per round", "images/s", "TFLOP/s", "memory MB"]]
     for each in points:
         if "error" in each:
             rows.append([f"{each['value']:,}", "failed", "", "", ""])
@@ -102,48 +114,53 @@ def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str
 _CURVE_TEXT = {
     "cpu": {
         "cohort": "1,000 clients with 20 images of 8x8 each, 64-64-32-10 units, 2 steps of 10.",
-        "clients": "A million images of 8x8 in memory whoever holds them, 10 clients a round, 1 step of 10.",
-        "width": "Three convolutions of so many filters, 2 clients a round, 5 steps of 64 images of 3x32x32.",
+        "clients": "A million images of 8x8 in memory whoever holds them, 10 clients per round, 1 step of 10.",
+        "width": "Three convolutions of so many filters, 2 clients per round, 5 steps of 64 images of 3x32x32.",
     },
     "cuda": {
         "cohort": "1,000 clients with 64 images of 3x32x32 each, 64 filters, 1 step of 64.",
-        "clients": "A million images of 8x8 on the device whoever holds them, 10 clients a round, 1 step of 10.",
-        "width": "Three convolutions of so many filters, 10 clients a round, 5 steps of 64 images of 3x32x32.",
+        "clients": "A million images of 8x8 on the device whoever holds them, 10 clients per round, 1 step of 10.",
+        "width": "Three convolutions of so many filters, 10 clients per round, 5 steps of 64 images of 3x32x32.",
     },
 }
 
 
 _SCALE_TITLES = {MANY: "A hundred to a million clients", LARGE: "Large cohorts", RANKS: "Ranks"}
 _SCALE_TEXT = {
-    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation; "
-    "every point in a process of its own. The start is from the rows in memory to the first round; the round is the "
-    "median; memory is the most that the process had, its rows included.",
+    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients per round, 100 tested in an "
+    "evaluation; every point in a process of its own. The start is from the rows in memory to the first round; the "
+    "round is the median; memory is the most that the process had, its rows included.",
     LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 256. Answers are added up in parts of so "
     "many clients; *all* holds the whole cohort, as far as that was tried.",
-    RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients a round, one "
-    "thread per rank; memory is that of the largest rank. Ranks can be faster up to the number of cores; more of them "
-    "only show what they cost.",
+    RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients per round. "
+    "Several ranks have one thread each, as torchrun starts them, and one alone has all cores; memory is that of the "
+    "largest rank. Ranks can be faster up to the number of cores; more of them only show what they cost.",
 }
 _SCALE_TEXT_GPU = {
-    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation.",
-    LARGE: "10,000 clients with ten images of 3x32x32 each, of which eight are trained on, 5 steps a round of "
+    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients per round, 100 tested in an "
+    "evaluation.",
+    LARGE: "10,000 clients with ten images of 3x32x32 each, of which eight are trained on, 5 steps per round of "
     "the paper's network (64 filters). Answers are added up in parts of so many clients; *all* holds the whole cohort.",
 }
 
 
-_BRACKETS = "In brackets the time that the process had a core, which a busy machine stretches less."
+_BRACKETS = (
+    "In brackets the same in processor time, which a busy machine stretches less: what all threads of the process (of "
+    "several ranks, of the first) had of the cores. It is less than the time before it where the process waited, and "
+    "more where several threads worked."
+)
 
 
 def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the rows of a table of how runs grow, the headings first."""
     first = {
         MANY: (["method", "clients", "partition"], lambda p: [p["method"], f"{p['clients']:,}", p["partition"]]),
-        LARGE: (["method", "clients a round", "in parts of"],
+        LARGE: (["method", "clients per round", "in parts of"],
                 lambda p: [p["method"], f"{p['cohort']:,}", f"{p['part']:,}" if p["part"] else "all"]),
         RANKS: (["method", "ranks", "backend"], lambda p: [p["method"], f"{p['ranks']}", p.get("backend", "")]),
     }[kind]  # fmt: skip
     gpu = ["GPU memory MB"] if any("cuda_mb" in each for each in points) else []
-    rows = [[*first[0], "start s", "ms a round", "evaluation s", "memory MB", *gpu]]
+    rows = [[*first[0], "start s", "ms per round", "evaluation s", "memory MB", *gpu]]
     both = "{:.1f} ({:.1f})", "{:.0f} ({:.0f})", "{:.2f} ({:.2f})"
     for each in points:
         if "error" in each:
@@ -176,7 +193,7 @@ def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             "a whole run, s",
             "first round after, s",
             "kernels not yet compiled, s",
-            "ms a round",
+            "ms per round",
             "accuracy",
             "unseen clients",
         ]
@@ -192,7 +209,7 @@ def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-_WHOLE_TEXT = """CIFAR-10 dealt by dirichlet:0.5 to 100 clients and 30 unseen ones, 10 a round, 5 epochs, batch 64, 64
+_WHOLE_TEXT = """CIFAR-10 dealt by dirichlet:0.5 to 100 clients and 30 unseen ones, 10 per round, 5 epochs, batch 64, 64
 filters, augmentation, all 130 clients personalised and tested every 100 rounds. From the start of a process to its
 result: imports, reading the data, capturing graphs. Kernels were compiled by a run of two rounds before, whose own
 first round came as late as *kernels not yet compiled* says. Of several runs at once, with seeds of their own, a run's
@@ -208,7 +225,7 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         points = [each for each in curves[name] if "error" not in each]
         values = [each["value"] for each in points]
         for axes, figures, label in (
-            (panels[0][column], [each["round_s"] for each in points], "s a round"),
+            (panels[0][column], [each["round_s"] for each in points], "s per round"),
             (panels[1][column], [each.get("cuda_mb", each["memory_mb"]) for each in points], "memory MB"),
         ):
             axes.plot(values, figures, marker="o", color=RIGHT)
@@ -248,7 +265,8 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
             "",
             f"### {title(workload)}",
             "",
-            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.{_of([workload], found['commit'])}",
+            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP per image."
+            f"{told_precision(workload)}{_of([workload], found['commit'])}",
             "",
         ]
         lines += _markdown(table(workload))
@@ -267,7 +285,7 @@ def _part(found: Mapping[str, Any], figure: str | None) -> str:
         text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
         lines += ["", f"### {_AXES[name]}", "", text, "", *_markdown(_curve_rows(name, points))]
     if figure is not None:
-        lines += ["", f"![Seconds a round (logarithmic) and memory over what is varied.]({figure})"]
+        lines += ["", f"![Seconds per round (logarithmic) and memory over what is varied.]({figure})"]
     return "\n".join(lines) + "\n"
 
 

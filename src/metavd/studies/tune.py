@@ -387,7 +387,7 @@ def tune(
         trials: how many in all, those that stopped early included, those whose process was killed not.
         jobs: processes side by side; 0: what suits the device, see `side`. They start Python afresh, so that a script
             of yours that asks for several needs the usual `if __name__ == "__main__":`.
-        source: your own data; by default the experiment's is read, once a process.
+        source: your own data; by default the experiment's is read, once per process.
         watcher: is told how it goes on.
     """
     _optuna()
