@@ -178,6 +178,11 @@ class Figure:
         return 100.0 if self.unit == "%" else 1.0
 
     @property
+    def meaning(self) -> str:
+        """How to read it, and which way is better where that is not the usual one."""
+        return self.help + ("; lower is better" if self.better == "lower" else "")
+
+    @property
     def heading(self) -> str:
         """Title of a picture."""
         title = self.title or self.name

@@ -27,6 +27,7 @@ from ..core.gp_slots import POINTS
 from ..core.posterior import per_weight
 from ..data.partition import some
 from ..errors import UserError
+from ..evaluate.figures import get
 from ..tree import Params
 from .model import Personal, Prediction
 from .samples import Samples, described, domain_number
@@ -35,14 +36,8 @@ FORMATS = ("safetensors", "onnx")
 TABLES = ("csv", "parquet")
 AGREES = 1e-5
 """Largest difference of a probability that an exported graph may show."""
-_FIGURES = (
-    ("accuracy", "mean over clients, weighted by their training rows"),
-    ("worst_client", "accuracy of the client served worst"),
-    ("nll", "surprise at the true labels; lower is better"),
-    ("brier", "squared error of the probabilities; lower is better"),
-    ("ece_top1", "calibration error: how far confidence is from accuracy; lower is better"),
-    ("mce_top1", "the same in the worst bin"),
-)
+_FIGURES = ("accuracy", "worst_client", "nll", "brier", "ece_top1", "mce_top1")
+"""What a model card shows."""
 LICENCE = "not chosen yet; whoever publishes this model fills this in"
 
 
@@ -346,9 +341,10 @@ def _figures(result: Mapping[str, Any] | None) -> list[str]:
     ]
     lines = [f"Of the run's test rows; each client with its own model ({', '.join(counts)}).", "",
              "| figure | participating | unseen | |", "|---|---|---|---|"]  # fmt: skip
-    for name, meaning in _FIGURES:
-        values = [result[part].get(name) for part in ("test", "unseen")]
-        lines.append(f"| {name} | " + " | ".join("-" if v is None else f"{v:.4f}" for v in values) + f" | {meaning} |")
+    for name in _FIGURES:
+        values = (result[part].get(name) for part in ("test", "unseen"))
+        cells = [name, *("-" if value is None else f"{value:.4f}" for value in values), get(name).meaning]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
