@@ -20,6 +20,7 @@ from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
 from ..methods import NAMES, check, options_of, resolve
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, with_settings
 from ..schema import nearest
+from ..templates import filled
 from .lines import Line, complete, read
 from .many import Ended, carry_out
 from .markdown import markdown_table
@@ -152,29 +153,11 @@ def carry(
 
 def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
-    parts = [
-        "# The arena\n",
-        "Methods on equal terms, written from the store of runs by\n",
-        "    metavd arena --page docs/arena.md\n",
-        "*independent*: every client's test rows are dealt alike, whatever it trains on. *consistent*: they have the "
-        "labels that its training rows have, in the same shares. Mean over seeds, ± half the width of the 95 % "
-        "interval where there are several; a single seed is a lead, not a result. The best of a column is bold. *last "
-        "five*: mean of the last five evaluations, a twentieth of the rounds apart in newer runs. *to the first "
-        "row*: how much more (or less) accurate the method is than the table's first, on the same clients with "
-        "the same seed: the mean of the clients' differences weighted by training rows, its 95 % bootstrap interval "
-        "over clients, and the p-value of Wilcoxon's signed-rank test over clients, neither of which knows the noise "
-        "of another training; how many seeds have the sign of the mean does. Runs without it were stored before "
-        "clients were. *covered* and *size*: of sets of classes for 90 % coverage, which each half of a client's test "
-        "rows calibrates for the other half (`metavd trust`); *unknown*: how well entropy tells inputs of another "
-        "dataset from a client's own, FPR95 the share of them that pass for known where 95 % of the known do. "
-        "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
-        "rows), for orientation alone.\n",
-    ]
     lines = list(read(store, SCOPE).values())
-    parts += [f"{told}\n"] if (told := told_servers(lines)) else []
-    for title, methods in grouped(lines).items():
-        parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
-    return "\n".join(parts).rstrip() + "\n"
+    tables = [
+        (title, _table(methods, published=title.startswith("cifar100,"))) for title, methods in grouped(lines).items()
+    ]
+    return filled("arena.md", servers=told_servers(lines), tables=tables)
 
 
 def grouped(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:

@@ -16,6 +16,7 @@ from string import ascii_lowercase
 from typing import NamedTuple
 
 from ..evaluate.figures import SECONDS, SENT, Column, get
+from ..templates import filled
 from . import arena
 from .lines import Line, read
 from .markdown import markdown_table
@@ -165,28 +166,14 @@ def page(store: Path, command: str = COMMAND) -> str:
     how_many = "one seed" if high == 1 else f"{high} seeds"
     if low < high:
         how_many = f"{low} to {how_many}"
-    tuned = sum(KEY in line["settings"] for line in every)
-    text = [
-        "# Which method?",
-        "",
-        "What to take for what, of the methods that the [arena](arena.md) has run. Every line is computed from its "
-        "store: the method that stays least behind the best one, averaged over the settings beside its figures.",
-        "",
-        f"{len(every)} runs, {tuned} of them with tuned settings, {how_many} of each. One seed is a lead: neighbours "
-        "that differ by a point may change places. *Then*: how much worse the next ones are, in the same unit. "
-        "*Compared*: how many methods the answer is one of; a setting of which fewer than half of the methods have "
-        "the figure gives none.",
-        "",
-        *([told_servers, ""] if (told_servers := arena.told_servers(every)) else []),
-        *markdown_table(
-            ["you want", "take", "figures", "then", "compared"],
-            [[question.wants, *answer(question, groups)] for question in questions()],
-            text=range(5),
-        ),
-    ]
-    text += ["", "![Accuracy and calibration error of the most accurate methods](arena.png)"] if every else []
-    told = "; ".join(f"({letter}) {key}" for letter, key in zip(ascii_lowercase, groups, strict=False))
-    text += ["", f"{told}." if told else "The store has no runs yet."]
-    text += ["", f"Not considered: {'; '.join(without)}."] if (without := left_out(store, groups)) else []
-    text += ["", f"Written by `{command}`."]
-    return "\n".join(text) + "\n"
+    table = markdown_table(
+        ["you want", "take", "figures", "then", "compared"],
+        [[question.wants, *answer(question, groups)] for question in questions()],
+        text=range(5),
+    )
+    return filled(
+        "which.md", runs=len(every), tuned=sum(KEY in line["settings"] for line in every), seeds=how_many,
+        servers=arena.told_servers(every), table="\n".join(table), left_out=left_out(store, groups),
+        settings=list(zip(ascii_lowercase, groups, strict=False)), command=command,
+        measured=f"{100 * MEASURED:g} %",
+    )  # fmt: skip
