@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...templates import filled
 from ..markdown import markdown_table, write
 from .plan import tuned_told
 from .protocol import LAST, PAPER, Protocol, name_of, settings_of
@@ -161,45 +162,12 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
     lines = {name: line for view in views for name, line in view.lines.items()}
     finished = sum("result" in line for line in lines.values())
     figures = [figure for answer in answers for figure in answer.figures]
-    seeds = ", ".join(str(seed) for seed in how.seeds)
-    failed = f", {len(lines) - finished} failed" if len(lines) > finished else ""
-    text = [
-        f"# The paper's tables and ours{_title_end(how)}",
-        "",
-        f'{finished} of {len(needed)} runs are done{failed}; cells without one say "not run". Ours is the mean over '
-        f"seeds {seeds} ± the half width of its 95 % interval (Student's t), where there is more than one."
-        + (
-            f" *Last five*: mean of the last {LAST} evaluations."
-            if any(each.last is not None for each in figures)
-            else ""
-        )
-        + (
-            " *Untuned*: the last round of runs at the defaults."
-            if any(each.untuned is not None for each in figures)
-            else ""
-        ),
-        "",
-    ]
-    if how.scale == "smoke":
-        text += ["These runs are of other data, two rounds and a tiny network: they show that every cell can be run, "
-                 "and say nothing about the paper's numbers.", ""]  # fmt: skip
-    else:
-        text += [
-            "The paper's figures are of one run each (seed 777), at the last round, without validation data; which "
-            "hyper-parameters were chosen is not published. Its unseen clients come from the same distribution as the "
-            "participating ones. Footnotes say what is doubtful about a number or a row; what they say of ours holds "
-            "under our default rules, not under `variant=released`.",
-            "",
-            "A difference is ours less the paper's. **Bold**: beyond noise, by Student's interval for one more run "
-            "where there are several seeds, and by a bootstrap over clients where there is one, which leaves out the "
-            "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown."
-            + _other_rounds(answers, how),
-            "",
-        ]
-    text += [f"Protocol: {told_protocol(how)}."]
-    if command:
-        text += ["", f"Written by `{command}`."]
-    return "\n".join(text) + "\n"
+    return filled(
+        "paper.md", title_end=_title_end(how), finished=finished, needed=len(needed), failed=len(lines) - finished,
+        how=how, averaged=any(each.last is not None for each in figures), last=LAST,
+        untuned=any(each.untuned is not None for each in figures), other_rounds=_other_rounds(answers, how),
+        protocol=told_protocol(how), command=command,
+    )  # fmt: skip
 
 
 def _title_end(how: Protocol) -> str:
@@ -213,15 +181,11 @@ def _title_end(how: Protocol) -> str:
 
 
 def _other_rounds(answers: Sequence[Answer], how: Protocol) -> str:
-    """Say so where ours were trained for another time than the paper's, so that differences are due to that first."""
-    theirs = {answer.cell.settings["rounds"] for answer in answers if "rounds" in answer.cell.settings} - {how.rounds}
-    if not how.rounds or not theirs:
+    """Return the paper's rounds where ours were asked for others, and nothing where they are the same."""
+    if not how.rounds:
         return ""
-    longest = " or ".join(f"{rounds:,}" for rounds in sorted(theirs))
-    return (
-        f" **Ours are after {how.rounds:,} rounds, the paper's after {longest}**: a difference is first of all that of "
-        "training, bold or not, and tells nothing about whether the paper's numbers can be had."
-    )
+    theirs = {answer.cell.settings["rounds"] for answer in answers if "rounds" in answer.cell.settings} - {how.rounds}
+    return " or ".join(f"{rounds:,}" for rounds in sorted(theirs))
 
 
 def told_protocol(how: Protocol) -> str:
