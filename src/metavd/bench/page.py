@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -15,6 +15,7 @@ from ..container import write_atomic
 from ..errors import UserError
 from ..report.pictures import RIGHT, logarithmic, looking_alike
 from ..studies.markdown import markdown_table
+from ..templates import filled
 from .scale import LARGE, MANY, RANKS
 from .workload import CURVES
 
@@ -28,19 +29,6 @@ _ABOUT = {
     "paper100": "the same with all 100 clients in every round",
 }
 _AXES = {"cohort": "clients per round", "clients": "clients", "width": "filters per layer"}
-_HEADING = """# Speed
-
-Written by `metavd bench`. But for whole runs, figures are of FedAvg on random images, and all variants compute the
-same rounds: the same network, data, cohorts, batch size, clipping. Each variant ran in a process of its own after a
-warm-up, in turn with the others, and nearly as fast ones three times as often. The fastest of its rounds counts,
-since others on a machine only ever make one slower; where rounds differ in size (*paper*), the mean of the same
-rounds. *metavd* is this package with its default settings, everything that belongs to a round included (drawing
-batches, aggregation, checks, records). *loop* is the loop that people write (`src/metavd/bench/plain.py`): a module,
-an optimiser, one client after another, `.item()` at every step. *tuned* means channels_last, a glibc that keeps freed
-memory and no `.item()`; *P x T* means P processes of T threads. Frameworks are measured as installed, and tuned
-likewise. *of ours* is the time of a round over ours. The peak is the fastest square matrix product measured in the
-same run, in the precision that was used.
-"""
 
 
 def shown_seconds(value: float) -> str:
@@ -95,8 +83,22 @@ def table(workload: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    return markdown_table(rows[0], rows[1:])
+class Section(NamedTuple):
+    """A part of the page about one kind of measurement."""
+
+    title: str
+    text: str
+    table: str = ""
+    failed: Sequence[tuple[str, str]] = ()
+    """What has no figures, and why."""
+
+
+def _section(
+    title: str, text: str, rows: Sequence[Sequence[str]], measured: Sequence[Mapping[str, Any]] = (), name: str = "name"
+) -> Section:
+    """Return a section with a table, and below it which of `measured` failed, by their entry `name`."""
+    failed = [(str(each[name]), str(each["error"])) for each in measured if "error" in each]
+    return Section(title, text, "\n".join(markdown_table(rows[0], rows[1:])), failed)
 
 
 def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -176,12 +178,11 @@ def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]
     return rows
 
 
-def _scale_part(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> list[str]:
+def _scale_section(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> Section:
     machines = " and ".join(sorted({each["machine"] for each in points}))
     about = _SCALE_TEXT_GPU if points[0].get("device") == "cuda" else _SCALE_TEXT
     text = f"{about[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
-    failed = [f"\n{each['method']} failed: {each['error']}" for each in points if "error" in each]
-    return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", *_markdown(scale_rows(kind, points)), *failed]
+    return _section(_SCALE_TITLES[kind], text, scale_rows(kind, points), points, "method")
 
 
 def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -246,47 +247,25 @@ def _of(pieces: Sequence[Mapping[str, Any]], commit: str | None) -> str:
     return f" Measured at commit {' and '.join(others)}." if others else ""
 
 
-def _part(found: Mapping[str, Any], figure: str | None) -> str:
-    device = found["device"]
-    peaks = ", ".join(f"{name} {value / 1e12:.3g}" for name, value in found["peaks"].items())
-    lines = [
-        f"## {_TITLES[device]}",
-        "",
-        *(f"    {line}" for line in found["command"].split("\n")),
-        "",
-        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}, Python {found['python']}, metavd "
-        f"{found['version']} at commit {found['commit'] or 'unknown'}, {found['date']}. "
-        f"Matrix product, TFLOP/s: {peaks}."
-        + (" A quick run: few rounds, for direction alone." if found["quick"] else ""),
-    ]
-    for workload in found["workloads"]:
-        about = _ABOUT[workload["name"]]
-        lines += [
-            "",
-            f"### {title(workload)}",
-            "",
-            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP per image."
-            f"{told_precision(workload)}{_of([workload], found['commit'])}",
-            "",
-        ]
-        lines += _markdown(table(workload))
-        lines += [f"\n{each['name']} failed: {each['error']}" for each in workload["variants"] if "error" in each]
+def _sections(found: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield what a device's part says of each measurement."""
+    commit = found["commit"]
+    for each in found["workloads"]:
+        text = f"{_ABOUT[each['name']]}; {each['flops_image'] / 1e6:.3g} MFLOP per image."
+        text += told_precision(each) + _of([each], commit)
+        yield _section(title(each), text, table(each), each["variants"])
     if found["whole"]:
-        text = _WHOLE_TEXT + _of(found["whole"], found["commit"])
-        lines += ["", "### Whole runs", "", text, "", *_markdown(_whole_rows(found["whole"]))]
+        yield _section("Whole runs", _WHOLE_TEXT + _of(found["whole"], commit), _whole_rows(found["whole"]))
     if found["starts"]:
         times = ", ".join(f"`{each['command']}` {each['seconds']:.2f} s" for each in found["starts"])
         text = f"Until a command has answered, best of five, on {found['starts'][0]['machine']}: {times}."
-        lines += ["", "### Start", "", text + _of(found["starts"], found["commit"])]
+        yield Section("Start", text + _of(found["starts"], commit))
     for kind in (MANY, LARGE, RANKS):
         if found["scale"].get(kind):
-            lines += _scale_part(kind, found["scale"][kind], found["commit"])
+            yield _scale_section(kind, found["scale"][kind], commit)
     for name, points in found["curves"].items():
-        text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
-        lines += ["", f"### {_AXES[name]}", "", text, "", *_markdown(_curve_rows(name, points))]
-    if figure is not None:
-        lines += ["", f"![Seconds per round (logarithmic) and memory over what is varied.]({figure})"]
-    return "\n".join(lines) + "\n"
+        text = _CURVE_TEXT[found["device"]][name] + _of(points, commit)
+        yield _section(_AXES[name], text, _curve_rows(name, points))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -379,6 +358,8 @@ def write_page(page: Path, folder: Path) -> None:
                 memory = io.BytesIO()
                 draw(found["curves"]).savefig(memory, format="svg", metadata={"Date": None})
             write_atomic(place, memory.getvalue())
-        parts.append(_part(found, figure))
+        peaks = ", ".join(f"{name} {value / 1e12:.3g}" for name, value in found["peaks"].items())
+        parts.append({"title": _TITLES[found["device"]], "found": found, "peaks": peaks, "figure": figure,
+                      "sections": list(_sections(found))})  # fmt: skip
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, "\n".join([_HEADING, *parts]).encode())
+    write_atomic(page, filled("performance.md", parts=parts).encode())
