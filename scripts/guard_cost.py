@@ -110,9 +110,9 @@ def main() -> None:
         found = {method: measured(method, given.rounds) for method in METHODS}
     about, busy = provenance("cpu"), os.getloadavg()[1] / (os.cpu_count() or 1)
     text = markdown(
-        f"Written by `python scripts/guard_cost.py --rounds {given.rounds} --page`: `digits`, 12 clients a round, each "
-        f"variant's processor time to that of a plain round, median of {given.rounds - 2} rounds taken in turn; "
-        f"{about['machine']}, torch {about['torch']}, commit {about['commit']}, load {busy:.1f} a core.",
+        f"Written by `python scripts/guard_cost.py --rounds {given.rounds} --page`: `digits`, 12 clients per round, "
+        f"each variant's processor time to that of a plain round, median of {given.rounds - 2} rounds taken in turn; "
+        f"{about['machine']}, torch {about['torch']}, commit {about['commit']}, load {busy:.1f} per core.",
         ["beside the plain round", *(f"`{method}`" for method in METHODS)],
         [[name, *(f"{found[method][name]:.3f}" for method in METHODS)] for name in found[METHODS[0]]],
     )

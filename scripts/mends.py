@@ -22,6 +22,7 @@ from metavd.runs.settings import Experiment, spec_hash, with_settings
 from metavd.studies.halving import stretch
 from metavd.studies.lines import Line, read
 from metavd.studies.many import carry_out
+from metavd.studies.markdown import write
 
 STORE, PAGE, SCOPE = Path("results/mends.jsonl"), Path("docs/mends.md"), "validation"
 SETTING: dict[str, Any] = {
@@ -90,7 +91,7 @@ def main() -> None:
                                device=given.device):  # fmt: skip
             print(ended.end, CASES[ended.key].method, CASES[ended.key].change, flush=True)
     if given.page is not None:
-        given.page.write_text(page(read(given.store, SCOPE)), encoding="utf-8")
+        write(given.page, page(read(given.store, SCOPE)))
 
 
 def page(lines: Mapping[str, Line]) -> str:

@@ -43,7 +43,7 @@ def page(given: Namespace, cases: list[Case]) -> str:
         "",
         f"Written by `python scripts/precision.py --root DIR --rounds {given.rounds} --seeds {given.seeds} "
         "--page docs/precision.md`:",
-        f"CIFAR-10, dirichlet:0.5, 10 of 100 clients a round, 64 filters, {given.rounds} rounds, {given.seeds} "
+        f"CIFAR-10, dirichlet:0.5, 10 of 100 clients per round, 64 filters, {given.rounds} rounds, {given.seeds} "
         f"seeds from {SETTING['seed']};",
         f"{made_on(cases)}. A seed deals the",
         "data, starts the network and draws the batches, so runs of one seed differ in their products alone. *Gap* is",

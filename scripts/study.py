@@ -16,6 +16,7 @@ from metavd.runs.run import run
 from metavd.runs.store import Store
 from metavd.studies.lines import Line, read
 from metavd.studies.many import carry_out, taken
+from metavd.studies.markdown import write
 
 Changes = dict[str, Any]
 """What a run changes in the setting."""
@@ -87,4 +88,4 @@ def main(
             f"{given.store} holds {len(cases)} of {len(wanted)} runs; give --root, and not --render, for the rest"
         )
     if given.page is not None:
-        given.page.write_text(page(given, cases))
+        write(given.page, page(given, cases))

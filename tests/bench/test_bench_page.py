@@ -57,6 +57,17 @@ def test_a_table_has_a_cell_for_every_heading():
         assert ("GPU MB" in rows[0]) == (device == "cuda")
 
 
+def test_a_page_says_where_variants_differ_in_precision(tmp_path):
+    """bf16 beside a float32 loop is told; products that are exact are as the loop's."""
+    for precision, told in (("bf16", True), ("exact", False), ("float32", False)):
+        figures = found("cuda")
+        figures["workloads"][0]["variants"][0]["precision"] = precision
+        store_figures(tmp_path / precision / "bench-cuda.json", figures)
+        write_page(tmp_path / "page.md", tmp_path / precision)
+        said = f"metavd's products are in {precision}, its default on this device; the other variants'"
+        assert (said in (tmp_path / "page.md").read_text()) == told
+
+
 def test_each_device_keeps_its_part(tmp_path):
     """Law: a new measurement on one device leaves the other's part to the letter."""
     page, folder = tmp_path / "docs" / "performance.md", tmp_path / "results"

@@ -119,7 +119,7 @@ def test_a_process_carries_out_an_order(module):
 
 
 def test_an_order_longer_than_a_pipe_arrives():
-    """Law: a thousand clients a round make an order that no pipe holds; the process must not wait for its end."""
+    """Law: a thousand clients per round make an order that no pipe holds; the process must not wait for its end."""
     told = order_of(SMALL, "cpu", Pace(1, 2, 60.0))
     told = replace(told, cohorts=told.cohorts * 8_000)
     assert len(told.to_json()) > 1 << 18
@@ -311,7 +311,7 @@ def test_the_command_prints_stores_and_writes(monkeypatch, tmp_path: Path, capsy
     main(["bench", *arguments])
     shown = capsys.readouterr().out
     assert "metavd" in shown
-    assert "s a round" in shown
+    assert "s per round" in shown
     assert json.loads(store.read_text())["quick"] is True
     assert "## On a CPU" in page.read_text()
     assert (tmp_path / "docs" / "performance_files" / "curves-cpu.svg").exists()
@@ -344,7 +344,7 @@ def test_how_runs_grow_is_measured_in_processes_of_their_own(monkeypatch):
 
 
 def test_what_grows_is_what_the_issue_of_scale_asks():
-    """10^2 to 10^6 clients, 10 to 10^4 a round, 1, 2 and 4 ranks."""
+    """10^2 to 10^6 clients, 10 to 10^4 per round, 1, 2 and 4 ranks."""
     clients = {each.clients for each in scale.KINDS["cpu"]["many"]}
     assert clients == {10**power for power in range(2, 7)}
     for kinds in scale.KINDS.values():

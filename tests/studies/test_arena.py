@@ -11,7 +11,7 @@ import pytest
 
 from metavd import methods
 from metavd.cli import main
-from metavd.studies.arena import BEST, name_of, page
+from metavd.studies.arena import BEST, name_of, page, plan
 from metavd.studies.lines import identity
 from metavd.studies.pairs import pair
 
@@ -57,6 +57,28 @@ def test_several_seeds_have_an_interval_and_the_best_is_bold(tmp_path: Path) -> 
     means = [np.mean([line["result"]["test"]["accuracy"] for line in by_name[name]]) for name in order]
     assert compared[0] is not None
     assert compared[0].difference == pytest.approx(means[1] - means[0], abs=1e-5)
+
+
+def test_a_plan_says_what_is_run_and_where(tmp_path: Path) -> None:
+    """By hand: two methods, two protocols, two seeds; an option that one method knows is for that one."""
+    planned = plan(
+        ["fedavg", "fedprox"], {"data": "digits", "mu": 0.5, "seed": "3", "device": "cpu", "method": "maml"},
+        protocols=["independent", "consistent"], seeds=2,
+    )  # fmt: skip
+    assert list(planned.tasks) == [
+        (method, protocol, seed)
+        for method in ("fedavg", "fedprox")
+        for protocol in ("independent", "consistent")
+        for seed in (3, 4)
+    ]
+    assert planned.where == {"device": "cpu"}
+    for (method, protocol, seed), task in planned.tasks.items():
+        own = {"mu": 0.5} if method == "fedprox" else {}
+        assert task == {"data": "digits", "method": method, "test_rows": protocol, "seed": seed, **own}
+    assert planned.told == ()
+    assert {method for method, *_ in plan(["best"], {}, protocols=["consistent"]).tasks} == set(BEST)
+    (said,) = plan(["fedavg"], {}, protocols=["consistent"], tuned=tmp_path).told
+    assert said.endswith("nothing was tuned for these, so its defaults")
 
 
 def test_the_best_are_sixteen_methods_that_there_are() -> None:

@@ -119,7 +119,7 @@ def test_rates_and_rows_of_different_tables(tmp_path: Path) -> None:
 
 
 def test_a_tuned_row_beside_an_untuned_one_is_marked(tmp_path: Path) -> None:
-    """Where tuning has chosen for one of two rows alone, the comparison says so; for both or none it does not."""
+    """Where tuning has chosen for one of two rows alone, the comparison says so, and for neither, too."""
     store, folder = tmp_path / "s.jsonl", tmp_path / "tuned" / "cifar100-dirichlet-0.5-independent"
     folder.mkdir(parents=True)
     about = (
@@ -130,7 +130,12 @@ def test_a_tuned_row_beside_an_untuned_one_is_marked(tmp_path: Path) -> None:
     for row in ("MAML", "MAML+MetaVD", "FedAvg", "FedAvg+MetaVD"):
         stored(store, "T7", row, "5", 50, how=how)
     found = {one.what: one.more for one in compare(claim("accuracy"), store, how) if one.outcome != MISSING}
-    assert found == {"MAML+MetaVD to MAML": "only one of the two is tuned", "FedAvg+MetaVD to FedAvg": ""}
+    assert found == {
+        "MAML+MetaVD to MAML": "only one of the two is tuned",
+        "FedAvg+MetaVD to FedAvg": "neither is tuned",
+    }
+    untuned = [one.more for one in compare(claim("accuracy"), store, protocol(seeds=2)) if one.outcome != MISSING]
+    assert untuned == [""]  # where no tuned settings are asked for, their lack is no news
 
 
 def test_the_page_of_the_repository_is_written_from_its_store() -> None:

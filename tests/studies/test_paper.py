@@ -14,7 +14,7 @@ import pytest
 from metavd.core.types import NonFiniteError
 from metavd.data.source import SourceError
 from metavd.engine.rounds import InterruptedRun, Silent
-from metavd.errors import SpecError
+from metavd.errors import SpecError, UserError
 from metavd.runs.store import Store
 from metavd.studies.lines import append, identity, read
 from metavd.studies.paper import digest
@@ -492,6 +492,26 @@ def test_the_page_says_what_was_run_and_what_not(tmp_path: Path) -> None:
             assert not figure.mark or f"{figure.mark[0].upper()}{figure.mark[1:]}." in page
 
 
+def test_pages_of_other_protocols_say_so_in_title_and_text(tmp_path: Path) -> None:
+    store = tmp_path / "s.jsonl"
+    pages = {rounds: report(store, names=["T8"], how=protocol(rounds=rounds)) for rounds in (0, 1000, 100)}
+    assert [page.splitlines()[0] for page in pages.values()] == [
+        "# The paper's tables and ours",
+        "# The paper's tables and ours, after 1,000 rounds",
+        "# The paper's tables and ours, after 100 rounds",
+    ]
+    said = "**Ours are after 100 rounds, the paper's after 1,000**"
+    assert [said in page for page in pages.values()] == [False, False, True]
+
+
+def test_no_column_of_the_page_is_empty_throughout(tmp_path: Path) -> None:
+    """Nothing was run, so there are no last five and no differences."""
+    page = report(tmp_path / "none.jsonl", names=["T8"])
+    assert "last five" not in page
+    assert "| difference |" not in page
+    assert "| FedAvg | not run | 78.28 | not run |" in page
+
+
 def test_rows_of_the_page_have_as_many_fields_as_their_header(tmp_path: Path) -> None:
     for block in re.split(r"\n\n", report(tmp_path / "none.jsonl")):
         rows = [row for row in block.splitlines() if row.startswith("|")]
@@ -512,5 +532,5 @@ def test_another_protocol_is_said(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecError, match="cannot write the report"):
+    with pytest.raises(UserError, match="cannot write the page"):
         report(tmp_path / "s.jsonl", tmp_path / "file" / "paper.md", names=["T9"])

@@ -10,6 +10,7 @@ import pytest
 from metavd.cli import main
 from metavd.errors import UserError
 from metavd.report.arena import draw_arena
+from metavd.studies import arena
 from metavd.studies.lines import append
 from metavd.studies.which import page, questions, ranked
 
@@ -17,9 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def stored(store: Path, method: str, accuracy: float, *, rows: str = "consistent", data: str = "cifar10",
-           mb: float = 10.0, ece: float = 0.1, **more: Any) -> None:  # fmt: skip
+           mb: float = 10.0, ece: float = 0.1, more_results: dict[str, Any] | None = None,
+           **more: Any) -> None:  # fmt: skip
     part = {"accuracy": accuracy, "percentile_10": accuracy - 0.1, "nll": 2 - accuracy, "ece_top1": ece}
-    result = {"test": part, "unseen": part, "bytes": {"down": mb * 1e6, "up": 0.0}, "seconds": 5.0}
+    result = {
+        "test": part,
+        "unseen": part,
+        "bytes": {"down": mb * 1e6, "up": 0.0},
+        "seconds": 5.0,
+        **(more_results or {}),
+    }
     settings = {"method": method, "data": data, "test_rows": rows, "partition": "iid", **more}
     append(store, {"scope": "arena", "seed": 0, "settings": settings, "result": result})
 
@@ -67,6 +75,48 @@ def test_tuned_runs_count_alone_and_toys_where_there_is_nothing_else(tmp_path: P
     assert row(page(store), "A client meets the same mix")[1] == "`reptile`"
     stored(store, "fedavg", 0.7, tuned="x/fedavg.toml")
     assert row(page(store), "A client meets the same mix")[1] == "`fedavg (tuned)`"
+
+
+def test_a_figure_that_few_methods_have_recommends_none(tmp_path: Path) -> None:
+    """One of three methods has AUROC: no advice, and the page says how many have it; two of three are enough."""
+    store = tmp_path / "s.jsonl"
+    trust = {"unknown": {"test": {"entropy": {"auroc": 0.9}}}}
+    for method, has in (("fedavg", True), ("reptile", False), ("maml", False)):
+        stored(store, method, 0.7, more_results={"trust": trust} if has else {})
+    assert row(page(store), "Inputs of another kind")[1:] == ["not yet measured", "", "", "1 of 3 (a)"]
+    stored(store, "maml", 0.7, more_results={"trust": trust})
+    assert row(page(store), "Inputs of another kind")[1:] == ["`fedavg`", "0.900 (a)", "`maml` (+0.000)", "2"]
+
+
+def test_the_page_says_what_did_not_count(tmp_path: Path) -> None:
+    store = tmp_path / "s.jsonl"
+    for method in ("maml", "reptile"):
+        stored(store, method, 0.9, data="digits")
+    for rows in ("consistent", "independent"):
+        stored(store, "fedavg", 0.7, rows=rows, tuned="x/fedavg.toml")
+        stored(store, "reptile", 0.7, rows=rows)
+    stored(store, "reptile", 0.8, tuned="x/reptile.toml")
+    append(
+        store, {"scope": "arena", "seed": 1, "failed": "diverged", "settings": {"method": "maml", "data": "cifar10"}}
+    )
+    text = page(store)
+    assert (
+        "Not considered: 2 runs on digits, data that are there to try things out; 2 runs at the defaults, where others "
+        "are tuned; 1 run without a result; in lines about several settings, methods that ran in only some of them "
+        "(`reptile (tuned)`)."
+    ) in text
+    assert row(text, "Clients come that never")[1] == "`fedavg (tuned)`"
+
+
+def test_servers_with_and_without_momentum_are_told_apart_by_the_settings_of_the_runs(tmp_path: Path) -> None:
+    store = tmp_path / "s.jsonl"
+    for method in ("fedavg", "fedprox"):
+        stored(store, method, 0.7)
+    assert "momentum" not in page(store)
+    stored(store, "reptile+dropout", 0.7)
+    said = "Momentum of 0.9: `reptile` (with whatever is added to them); of 0: all others."
+    assert said in page(store)
+    assert said in arena.page(store)
 
 
 def test_an_empty_store_says_so(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -15,32 +15,20 @@ from ..container import write_atomic
 from ..errors import UserError
 from ..report.pictures import RIGHT, logarithmic, looking_alike
 from ..studies.markdown import markdown_table
+from ..templates import filled
 from .scale import LARGE, MANY, RANKS
 from .workload import CURVES
 
 DEVICES = ("cpu", "cuda")
 _TITLES = {"cpu": "On a CPU", "cuda": "On a GPU"}
 _ABOUT = {
-    "cifar": "100 clients with 320 random 3x32x32 images each, 10 a round, 5 steps of 64, 64 filters",
-    "tiny": "200 clients with 20 random 8x8 images each, 100 a round, 2 steps of 10, a network of 64-64-32-10 units",
-    "paper": "50,000 random 3x32x32 images dealt by dirichlet:0.5 to 100 clients, 10 a round, 5 epochs, batch 64, "
+    "cifar": "100 clients with 320 random 3x32x32 images each, 10 per round, 5 steps of 64, 64 filters",
+    "tiny": "200 clients with 20 random 8x8 images each, 100 per round, 2 steps of 10, a network of 64-64-32-10 units",
+    "paper": "50,000 random 3x32x32 images dealt by dirichlet:0.5 to 100 clients, 10 per round, 5 epochs, batch 64, "
     "64 filters, augmentation",
     "paper100": "the same with all 100 clients in every round",
 }
-_AXES = {"cohort": "clients a round", "clients": "clients", "width": "filters a layer"}
-_HEADING = """# Speed
-
-Written by `metavd bench`. But for whole runs, figures are of FedAvg on random images, and all variants compute the
-same rounds: the same network, data, cohorts, batch size, clipping. Each variant ran in a process of its own after a
-warm-up, in turn with the others, and nearly as fast ones three times as often. The fastest of its rounds counts,
-since others on a machine only ever make one slower; where rounds differ in size (*paper*), the mean of the same
-rounds. *metavd* is this package with its default settings, everything that belongs to a round included (drawing
-batches, aggregation, checks, records). *loop* is the loop that people write (`src/metavd/bench/plain.py`): a module,
-an optimiser, one client after another, `.item()` at every step. *tuned* means channels_last, a glibc that keeps freed
-memory and no `.item()`; *P x T* means P processes of T threads. Frameworks are measured as installed, and tuned
-likewise. *of ours* is the time of a round over ours. The peak is the fastest square matrix product measured in the
-same run, in the precision that was used.
-"""
+_AXES = {"cohort": "clients per round", "clients": "clients", "width": "filters per layer"}
 
 
 def shown_seconds(value: float) -> str:
@@ -50,6 +38,18 @@ def shown_seconds(value: float) -> str:
     ('0.00982', '1.62', '123')
     """
     return f"{value:#.3g}".rstrip(".")
+
+
+def told_precision(workload: Mapping[str, Any]) -> str:
+    """Say so where the precision of a workload's products is not the same for all variants."""
+    own = {each["precision"] for each in workload["variants"] if "precision" in each} - {"exact", "float32"}
+    if not own:
+        return ""
+    return (
+        f" metavd's products are in {' and '.join(sorted(own))}, its default on this device; the other variants' "
+        "as torch has them unless told otherwise: float32, where cuDNN may take tf32 for convolutions; the peak beside "
+        "them is float32's. *Of ours* is both together: how clients are computed, and how precisely."
+    )
 
 
 def title(workload: Mapping[str, Any]) -> str:
@@ -62,7 +62,7 @@ def title(workload: Mapping[str, Any]) -> str:
 def table(workload: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of a workload's table, the headings first."""
     cuda = any("cuda_mb" in each for each in workload["variants"])
-    heading = ["variant", "s a round", "of ours", "median s", "images/s", "TFLOP/s", "of the peak", "memory MB"]
+    heading = ["variant", "s per round", "of ours", "median s", "images/s", "TFLOP/s", "of the peak", "memory MB"]
     rows = [[*heading, "GPU MB"] if cuda else heading]
     for each in workload["variants"]:
         name = each["name"] + (f" ({each['backend']}, {each['precision']})" if "backend" in each else "")
@@ -83,12 +83,26 @@ def table(workload: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    return markdown_table(rows[0], rows[1:])
+class Section(NamedTuple):
+    """A part of the page about one kind of measurement."""
+
+    title: str
+    text: str
+    table: str = ""
+    failed: Sequence[tuple[str, str]] = ()
+    """What has no figures, and why."""
+
+
+def _section(
+    title: str, text: str, rows: Sequence[Sequence[str]], measured: Sequence[Mapping[str, Any]] = (), name: str = "name"
+) -> Section:
+    """Return a section with a table, and below it which of `measured` failed, by their entry `name`."""
+    failed = [(str(each[name]), str(each["error"])) for each in measured if "error" in each]
+    return Section(title, text, "\n".join(markdown_table(rows[0], rows[1:])), failed)
 
 
 def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [[_AXES[name], "s a round", "images/s", "TFLOP/s", "memory MB"]]
+    rows = [[_AXES[name], "s per round", "images/s", "TFLOP/s", "memory MB"]]
     for each in points:
         if "error" in each:
             rows.append([f"{each['value']:,}", "failed", "", "", ""])
@@ -102,48 +116,53 @@ def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str
 _CURVE_TEXT = {
     "cpu": {
         "cohort": "1,000 clients with 20 images of 8x8 each, 64-64-32-10 units, 2 steps of 10.",
-        "clients": "A million images of 8x8 in memory whoever holds them, 10 clients a round, 1 step of 10.",
-        "width": "Three convolutions of so many filters, 2 clients a round, 5 steps of 64 images of 3x32x32.",
+        "clients": "A million images of 8x8 in memory whoever holds them, 10 clients per round, 1 step of 10.",
+        "width": "Three convolutions of so many filters, 2 clients per round, 5 steps of 64 images of 3x32x32.",
     },
     "cuda": {
         "cohort": "1,000 clients with 64 images of 3x32x32 each, 64 filters, 1 step of 64.",
-        "clients": "A million images of 8x8 on the device whoever holds them, 10 clients a round, 1 step of 10.",
-        "width": "Three convolutions of so many filters, 10 clients a round, 5 steps of 64 images of 3x32x32.",
+        "clients": "A million images of 8x8 on the device whoever holds them, 10 clients per round, 1 step of 10.",
+        "width": "Three convolutions of so many filters, 10 clients per round, 5 steps of 64 images of 3x32x32.",
     },
 }
 
 
 _SCALE_TITLES = {MANY: "A hundred to a million clients", LARGE: "Large cohorts", RANKS: "Ranks"}
 _SCALE_TEXT = {
-    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation; "
-    "every point in a process of its own. The start is from the rows in memory to the first round; the round is the "
-    "median; memory is the most that the process had, its rows included.",
+    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients per round, 100 tested in an "
+    "evaluation; every point in a process of its own. The start is from the rows in memory to the first round; the "
+    "round is the median; memory is the most that the process had, its rows included.",
     LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 256. Answers are added up in parts of so "
     "many clients; *all* holds the whole cohort, as far as that was tried.",
-    RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients a round, one "
-    "thread per rank; memory is that of the largest rank. Ranks can be faster up to the number of cores; more of them "
-    "only show what they cost.",
+    RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients per round. "
+    "Several ranks have one thread each, as torchrun starts them, and one alone has all cores; memory is that of the "
+    "largest rank. Ranks can be faster up to the number of cores; more of them only show what they cost.",
 }
 _SCALE_TEXT_GPU = {
-    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients a round, 100 tested in an evaluation.",
-    LARGE: "10,000 clients with ten images of 3x32x32 each, of which eight are trained on, 5 steps a round of "
+    MANY: "Ten rows of 8 numbers for each client, an mlp of width 8, 10 clients per round, 100 tested in an "
+    "evaluation.",
+    LARGE: "10,000 clients with ten images of 3x32x32 each, of which eight are trained on, 5 steps per round of "
     "the paper's network (64 filters). Answers are added up in parts of so many clients; *all* holds the whole cohort.",
 }
 
 
-_BRACKETS = "In brackets the time that the process had a core, which a busy machine stretches less."
+_BRACKETS = (
+    "In brackets the same in processor time, which a busy machine stretches less: what all threads of the process (of "
+    "several ranks, of the first) had of the cores. It is less than the time before it where the process waited, and "
+    "more where several threads worked."
+)
 
 
 def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the rows of a table of how runs grow, the headings first."""
     first = {
         MANY: (["method", "clients", "partition"], lambda p: [p["method"], f"{p['clients']:,}", p["partition"]]),
-        LARGE: (["method", "clients a round", "in parts of"],
+        LARGE: (["method", "clients per round", "in parts of"],
                 lambda p: [p["method"], f"{p['cohort']:,}", f"{p['part']:,}" if p["part"] else "all"]),
         RANKS: (["method", "ranks", "backend"], lambda p: [p["method"], f"{p['ranks']}", p.get("backend", "")]),
     }[kind]  # fmt: skip
     gpu = ["GPU memory MB"] if any("cuda_mb" in each for each in points) else []
-    rows = [[*first[0], "start s", "ms a round", "evaluation s", "memory MB", *gpu]]
+    rows = [[*first[0], "start s", "ms per round", "evaluation s", "memory MB", *gpu]]
     both = "{:.1f} ({:.1f})", "{:.0f} ({:.0f})", "{:.2f} ({:.2f})"
     for each in points:
         if "error" in each:
@@ -159,12 +178,11 @@ def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]
     return rows
 
 
-def _scale_part(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> list[str]:
+def _scale_section(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> Section:
     machines = " and ".join(sorted({each["machine"] for each in points}))
     about = _SCALE_TEXT_GPU if points[0].get("device") == "cuda" else _SCALE_TEXT
     text = f"{about[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
-    failed = [f"\n{each['method']} failed: {each['error']}" for each in points if "error" in each]
-    return ["", f"### {_SCALE_TITLES[kind]}", "", text, "", *_markdown(scale_rows(kind, points)), *failed]
+    return _section(_SCALE_TITLES[kind], text, scale_rows(kind, points), points, "method")
 
 
 def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -176,7 +194,7 @@ def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             "a whole run, s",
             "first round after, s",
             "kernels not yet compiled, s",
-            "ms a round",
+            "ms per round",
             "accuracy",
             "unseen clients",
         ]
@@ -192,7 +210,7 @@ def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-_WHOLE_TEXT = """CIFAR-10 dealt by dirichlet:0.5 to 100 clients and 30 unseen ones, 10 a round, 5 epochs, batch 64, 64
+_WHOLE_TEXT = """CIFAR-10 dealt by dirichlet:0.5 to 100 clients and 30 unseen ones, 10 per round, 5 epochs, batch 64, 64
 filters, augmentation, all 130 clients personalised and tested every 100 rounds. From the start of a process to its
 result: imports, reading the data, capturing graphs. Kernels were compiled by a run of two rounds before, whose own
 first round came as late as *kernels not yet compiled* says. Of several runs at once, with seeds of their own, a run's
@@ -208,7 +226,7 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         points = [each for each in curves[name] if "error" not in each]
         values = [each["value"] for each in points]
         for axes, figures, label in (
-            (panels[0][column], [each["round_s"] for each in points], "s a round"),
+            (panels[0][column], [each["round_s"] for each in points], "s per round"),
             (panels[1][column], [each.get("cuda_mb", each["memory_mb"]) for each in points], "memory MB"),
         ):
             axes.plot(values, figures, marker="o", color=RIGHT)
@@ -229,46 +247,25 @@ def _of(pieces: Sequence[Mapping[str, Any]], commit: str | None) -> str:
     return f" Measured at commit {' and '.join(others)}." if others else ""
 
 
-def _part(found: Mapping[str, Any], figure: str | None) -> str:
-    device = found["device"]
-    peaks = ", ".join(f"{name} {value / 1e12:.3g}" for name, value in found["peaks"].items())
-    lines = [
-        f"## {_TITLES[device]}",
-        "",
-        *(f"    {line}" for line in found["command"].split("\n")),
-        "",
-        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}, Python {found['python']}, metavd "
-        f"{found['version']} at commit {found['commit'] or 'unknown'}, {found['date']}. "
-        f"Matrix product, TFLOP/s: {peaks}."
-        + (" A quick run: few rounds, for direction alone." if found["quick"] else ""),
-    ]
-    for workload in found["workloads"]:
-        about = _ABOUT[workload["name"]]
-        lines += [
-            "",
-            f"### {title(workload)}",
-            "",
-            f"{about}; {workload['flops_image'] / 1e6:.3g} MFLOP an image.{_of([workload], found['commit'])}",
-            "",
-        ]
-        lines += _markdown(table(workload))
-        lines += [f"\n{each['name']} failed: {each['error']}" for each in workload["variants"] if "error" in each]
+def _sections(found: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield what a device's part says of each measurement."""
+    commit = found["commit"]
+    for each in found["workloads"]:
+        text = f"{_ABOUT[each['name']]}; {each['flops_image'] / 1e6:.3g} MFLOP per image."
+        text += told_precision(each) + _of([each], commit)
+        yield _section(title(each), text, table(each), each["variants"])
     if found["whole"]:
-        text = _WHOLE_TEXT + _of(found["whole"], found["commit"])
-        lines += ["", "### Whole runs", "", text, "", *_markdown(_whole_rows(found["whole"]))]
+        yield _section("Whole runs", _WHOLE_TEXT + _of(found["whole"], commit), _whole_rows(found["whole"]))
     if found["starts"]:
         times = ", ".join(f"`{each['command']}` {each['seconds']:.2f} s" for each in found["starts"])
         text = f"Until a command has answered, best of five, on {found['starts'][0]['machine']}: {times}."
-        lines += ["", "### Start", "", text + _of(found["starts"], found["commit"])]
+        yield Section("Start", text + _of(found["starts"], commit))
     for kind in (MANY, LARGE, RANKS):
         if found["scale"].get(kind):
-            lines += _scale_part(kind, found["scale"][kind], found["commit"])
+            yield _scale_section(kind, found["scale"][kind], commit)
     for name, points in found["curves"].items():
-        text = _CURVE_TEXT[device][name] + _of(points, found["commit"])
-        lines += ["", f"### {_AXES[name]}", "", text, "", *_markdown(_curve_rows(name, points))]
-    if figure is not None:
-        lines += ["", f"![Seconds a round (logarithmic) and memory over what is varied.]({figure})"]
-    return "\n".join(lines) + "\n"
+        text = _CURVE_TEXT[found["device"]][name] + _of(points, commit)
+        yield _section(_AXES[name], text, _curve_rows(name, points))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -361,6 +358,8 @@ def write_page(page: Path, folder: Path) -> None:
                 memory = io.BytesIO()
                 draw(found["curves"]).savefig(memory, format="svg", metadata={"Date": None})
             write_atomic(place, memory.getvalue())
-        parts.append(_part(found, figure))
+        peaks = ", ".join(f"{name} {value / 1e12:.3g}" for name, value in found["peaks"].items())
+        parts.append({"title": _TITLES[found["device"]], "found": found, "peaks": peaks, "figure": figure,
+                      "sections": list(_sections(found))})  # fmt: skip
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, "\n".join([_HEADING, *parts]).encode())
+    write_atomic(page, filled("performance.md", parts=parts).encode())

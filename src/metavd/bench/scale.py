@@ -99,7 +99,7 @@ def scaled(kind: str, device: str, note: Callable[[str], None], *, quick: bool) 
 def told(point: Point) -> str:
     """Write in a few words what is measured."""
     ranks = f", {point.ranks} ranks" if point.ranks > 1 else ""
-    return f"{point.method}, {point.clients:,} clients ({point.partition}), {point.cohort:,} a round{ranks}"
+    return f"{point.method}, {point.clients:,} clients ({point.partition}), {point.cohort:,} per round{ranks}"
 
 
 def _called(point: Point) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _MOST = 12
 """Rounds at most: the number must be said beforehand, and a round may take long."""
 
 
-held_images = cache(images)  # made once a process
+held_images = cache(images)  # made once per process
 
 
 def main() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .. import methods
 from ..errors import SpecError
-from ..runs.settings import RUNTIME, SETTINGS
-from ..schema import nearest
 from . import later
-from .terminal import COUNT, FILE, Reporter, experiment_of, many, settings_of, shared, tuned, tuned_folder, words
+from .terminal import COUNT, FILE, Reporter, many, settings_of, shared, tuned, tuned_folder, words
 
 PROTOCOLS = ("independent", "consistent")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -51,29 +47,17 @@ def arena_command(
         raise SpecError(f"--picture is {picture!r}, but its name must end in {', '.join(_PICTURES)}")
     if not names and not (page or which or picture):
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
-    settings = settings_of(config, [*pairs, *more], given)
-    names = _every(names)
-    seed = int(settings.pop("seed", 0))
-    where: dict[str, Any] = {key: settings.pop(key) for key in RUNTIME - {"weights"} if key in settings}
-    dealt = [part.strip() for part in protocols.split(",")]
-    _check(names, settings, unknown)
-    folder = tuned_folder(tuned=tuned, tuned_from=tuned_from)
-    chosen = None if folder is None else later.studies_tuned.read(folder)
-    wanted: dict[tuple[str, str, int], dict[str, Any]] = {}
-    reporter = Reporter()
-    for name in names:
-        own = {key: value for key, value in settings.items() if key in SETTINGS or key in methods.options_of(name)}
-        for protocol in dealt:
-            asked = experiment_of({**own, **where, "test_rows": protocol}, name)
-            found = None if chosen is None else later.studies_tuned.find_for(chosen, asked)
-            if chosen is not None:
-                reporter.note(later.studies_tuned.told(asked, found))
-            whole = later.studies_tuned.applied(found, own)
-            wanted |= later.studies_arena.tasks([name], whole, [protocol], range(seed, seed + seeds))
-    if wanted:
+    planned = later.studies_arena.plan(
+        names, settings_of(config, [*pairs, *more], given), protocols=[part.strip() for part in protocols.split(",")],
+        seeds=seeds, unknown=unknown, tuned=tuned_folder(tuned=tuned, tuned_from=tuned_from),
+    )  # fmt: skip
+    reporter, where = Reporter(), planned.where
+    for text in planned.told:
+        reporter.note(text)
+    if planned.tasks:
         look = partial(later.serve_trust.trust, unknown=unknown, root=where.get("root"), device=where.get("device"))
         for ended in later.studies_arena.carry(
-            wanted, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share,
+            planned.tasks, store=Path(store), work=Path(out or "runs/arena"), jobs=jobs, where=where, share=share,
             until=until, look=look,
         ):  # fmt: skip
             if isinstance(ended.error, later.data_source.SourceError):
@@ -81,20 +65,13 @@ def arena_command(
             method, protocol, seed = ended.key
             reporter.note(f"  {method}  {protocol}  seed {seed}  {_said(ended)}")
     if page is not None:
-        Path(page).write_text(later.studies_arena.page(Path(store)))
+        later.studies_markdown.write(page, later.studies_arena.page(Path(store)))
         click.echo(f"Written: {page}")
     if which is not None:
-        Path(which).write_text(later.studies_which.page(Path(store)))
+        later.studies_markdown.write(which, later.studies_which.page(Path(store)))
         click.echo(f"Written: {which}")
     if picture is not None:
         click.echo(f"Written: {later.report_arena.draw_arena(Path(store), Path(picture))}")
-
-
-def _every(names: list[str]) -> list[str]:
-    """Return the methods that are meant by one word, or those that are named."""
-    if names == ["all"]:
-        return list(methods.NAMES)
-    return list(later.studies_arena.BEST) if names == ["best"] else names
 
 
 def _share(value: float | None) -> str:
@@ -107,15 +84,3 @@ def _said(ended: later.studies_many.Ended[Any]) -> str:
         result = ended.line["result"]
         return f"{_share(result['test']['accuracy'])} test, {_share(result['unseen']['accuracy'])} unseen"
     return ended.end if ended.error is None else f"{ended.end}: {ended.error}"
-
-
-def _check(names: Sequence[str], settings: Mapping[str, Any], unknown: str | None) -> None:
-    """Refuse data that there are not and what none of the methods knows; what only some know is for those."""
-    for text in filter(None, (settings.get("data"), unknown)):
-        later.data_collection.parse(text)
-    known = {key for name in names for key in methods.options_of(name)} | set(SETTINGS)
-    for key in settings:
-        if names and key not in known:
-            raise SpecError(
-                f"no setting and no option of {', '.join(names[:3])} is called {key!r}; {nearest(key, sorted(known))}"
-            )

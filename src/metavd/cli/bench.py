@@ -56,8 +56,8 @@ def bench_command(
 ) -> None:  # fmt: skip
     """Measure the engine beside the loops that people write, Flower and pfl.
 
-    Seconds a round, images and operations a second, memory, ratios, and how all that grows with the cohort, the
-    clients and the network, up to a million clients and 10,000 a round; on a CPU also with four processes. Close
+    Seconds per round, images and operations per second, memory, ratios, and how all that grows with the cohort, the
+    clients and the network, up to a million clients and 10,000 per round; on a CPU also with four processes. Close
     everything else first: the machine is used whole.
     """
     used = later.studies_side.device_of(device)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ..studies import halving as studies_halving
     from ..studies import leave_out as studies_leave_out
     from ..studies import many as studies_many
+    from ..studies import markdown as studies_markdown
     from ..studies import merge as studies_merge
     from ..studies import side as studies_side
     from ..studies import tune as studies_tune

@@ -82,7 +82,7 @@ def paper_command(
         _report(names, store, how, page, reporter)
         return
     if action == "claims":
-        page.write_text(later.paper_claims.page(store, how, command_line()), encoding="utf-8")
+        later.studies_markdown.write(page, later.paper_claims.page(store, how, command_line()))
         click.echo(f"Written: {page}")
         return
     part: dict[str, Any] = {"how": how, "rows": _list(rows), "columns": _list(columns)}

@@ -212,8 +212,7 @@ def print_results(results: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(f"[bold]{name} clients ({counts})[/bold]", *[""] * len(results), "")
         for figure in later.evaluate_figures.headline(wide=True):
             values = (figure.text(later.evaluate_figures.number(result, part, figure.name)) for result in results)
-            meaning = figure.help + ("; lower is better" if figure.better == "lower" else "")
-            table.add_row(f"  {figure.label or figure.title or figure.name}", *values, meaning)
+            table.add_row(f"  {figure.label or figure.short}", *values, figure.meaning)
         for domain in first.get("domains", ()):
             values = (share(later.evaluate_figures.number(result, "domains", domain, part)) for result in results)
             table.add_row(f"  accuracy on {domain}", *values, "of its test rows")

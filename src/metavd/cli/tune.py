@@ -32,7 +32,6 @@ from .terminal import (
 
 _BEST = 5
 """Trials in the table."""
-_METRIC = {"nll": "NLL", "accuracy": "accuracy"}
 
 
 def _searching(counts: click.IntRange, *, default: int, trials: str, space: str) -> Decorator:
@@ -56,7 +55,7 @@ class StudyBar(Shown, Watcher):
         """Say what is searched, and how much of it is there."""
         self.done, self.total, self.rounds, self.metric = done, total, rounds, plan.metric
         e = plan.experiment
-        judged = f"validation {_METRIC[plan.metric]} by {plan.by}, valid {e.valid:g}"
+        judged = f"validation {_called(plan.metric)} by {plan.by}, valid {e.valid:g}"
         seeds = f", {plan.seeds} seeds" if plan.seeds > 1 else ""
         self.note(f"{e.method} on {e.data}: {total} trials of {rounds} rounds{seeds}, {judged}")
         for one in plan.space:
@@ -68,7 +67,7 @@ class StudyBar(Shown, Watcher):
 
     def step(self, number: int, round: int, value: float) -> None:
         """Show where a trial is."""
-        text = f"trial {number}: round {round}/{self.rounds}  {_METRIC[self.metric]} {_shown(self.metric, value)}"
+        text = f"trial {number}: round {round}/{self.rounds}  {_called(self.metric)} {_shown(self.metric, value)}"
         if not self.move(text=text) and self.silent():
             self.note(f"  {text}")
 
@@ -78,7 +77,7 @@ class StudyBar(Shown, Watcher):
         self.move(completed=self.done)
         ended = line["state"]
         if ended == "finished":
-            ended = f"{_METRIC[self.metric]} {_shown(self.metric, line['value'])}"
+            ended = f"{_called(self.metric)} {_shown(self.metric, line['value'])}"
         elif "reason" in line:
             ended = f"{ended}: {line['reason']}"
         settings = "  ".join(f"{key}={_text(value)}" for key, value in line["settings"].items())
@@ -141,8 +140,12 @@ def searched_of(searched: Sequence[str], fixed: Sequence[str]) -> dict[str, str]
     return result
 
 
+def _called(metric: str) -> str:
+    return later.evaluate_figures.get(metric).short
+
+
 def _shown(metric: str, value: float) -> str:
-    return f"{value:.4f}" if metric == "nll" else f"{value:.1%}"
+    return f"{value:.1%}" if later.evaluate_figures.get(metric).unit == "%" else f"{value:.4f}"
 
 
 def _text(value: object) -> str:
@@ -156,13 +159,13 @@ def print_study(history: Mapping[str, Any]) -> None:
     finished = [line for line in lines if line["state"] == "finished"]
     finished.sort(key=lambda line: line["value"], reverse=history["direction"] == "maximize")
     print_table(
-        ("trial", _METRIC[metric], *searched, "seconds"),
+        ("trial", _called(metric), *searched, "seconds"),
         (
             [str(line["number"]), _shown(metric, line["value"]), *(_text(line["settings"][key]) for key in searched),
              f"{line['seconds']:.1f}"]
             for line in finished[:_BEST]
         ),
-        title=f"best trials by validation {_METRIC[metric]}", numbers=0,
+        title=f"best trials by validation {_called(metric)}", numbers=0,
     )  # fmt: skip
     stopped = sum(line["state"] == "stopped" for line in lines)
     click.echo(f"{len(finished)} trials finished, {stopped} stopped early or diverged")
@@ -219,7 +222,7 @@ def tune_all_command(
     if page is not None:
         lines = list(later.studies_halving.read(Path(store)).values())
         folder = Path(files) if files else later.studies_tuned.FOLDER
-        Path(page).write_text(later.studies_halving.page(lines, command_line()))
+        later.studies_markdown.write(page, later.studies_halving.page(lines, command_line()))
         written = later.studies_tuned.write(lines, folder)
         click.echo(f"Written: {page}" + (f", and {len(written)} files in {folder}" if written else ""))
 

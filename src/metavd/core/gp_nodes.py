@@ -71,7 +71,7 @@ class Inference(NamedTuple):
 
 
 def polya_gamma(key: Tensor, c: Tensor, terms: int = 20) -> Tensor:
-    """Draw from PG(1, c), one draw an element of c, whose shape starts with the shape of `key`.
+    """Draw from PG(1, c), one draw per element of c, whose shape starts with the shape of `key`.
 
         omega = 1/(2 pi^2) sum_k g_k / d_k,   g_k ~ Exp(1),   d_k = (k - 1/2)^2 + c^2 / (4 pi^2)
         E[omega] = tanh(c/2) / (2c),  1/4 at c = 0

@@ -178,14 +178,23 @@ class Figure:
         return 100.0 if self.unit == "%" else 1.0
 
     @property
+    def short(self) -> str:
+        """What headings call it."""
+        return self.title or self.name
+
+    @property
+    def meaning(self) -> str:
+        """How to read it, and which way is better where that is not the usual one."""
+        return self.help + ("; lower is better" if self.better == "lower" else "")
+
+    @property
     def heading(self) -> str:
         """Title of a picture."""
-        title = self.title or self.name
-        return title[0].upper() + title[1:] + (f", {self.unit}" if self.unit else "")
+        return self.short[0].upper() + self.short[1:] + (f", {self.unit}" if self.unit else "")
 
     def column(self, *path: str, heading: str = "") -> Column:
         """Return how a table shows it, where it stands at PATH/name of a result."""
-        title = " ".join(filter(None, (heading, self.title or self.name, "%" if self.unit == "%" else "")))
+        title = " ".join(filter(None, (heading, self.short, "%" if self.unit == "%" else "")))
         return Column(title, (*path, self.name), self.factor, self.digits, _SIGNS[self.better])
 
     def text(self, value: float | None) -> str:

@@ -51,8 +51,8 @@ class ReptileOptions(Adapting, Momentum):
 
 
 @base(
-    "reptile", "FedAvg with server momentum and one adaptation step", paper="Jiang et al. 2019, arXiv:1909.12488",
-    options=ReptileOptions, gives=(REGULARISABLE, SUMMED, SOFTMAX),
+    "reptile", "FedAvg with server momentum and one adaptation step: the MetaVD paper's Reptile, not Nichol et al.'s",
+    paper="Jiang et al. 2019, arXiv:1909.12488", options=ReptileOptions, gives=(REGULARISABLE, SUMMED, SOFTMAX),
 )  # fmt: skip
 def reptile(parts: Parts, o: ReptileOptions) -> core.types.Algorithm:
     """FedAvg with server momentum, and one adaptation step before use."""

@@ -61,6 +61,8 @@ class Entry:
     all of them where it is None. What is not listed is possible all the same."""
     newcomer: str = ""
     """Of a base: what a client gets that never took part."""
+    tuned_as: tuple[str, ...] | None = None
+    """Parts in whose place it stands where nothing was tuned with it; None: none does, it is a method of its own."""
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -108,13 +110,20 @@ def base(
 
 
 def regulariser(
-    name: str, text: str, *, paper: str, options: type[O], gives: Sequence[str] = ()
+    name: str,
+    text: str,
+    *,
+    paper: str,
+    options: type[O],
+    gives: Sequence[str] = (),
+    tuned_as: Sequence[str] | None = None,
 ) -> Callable[[Part[O]], Part[O]]:
-    """Register a regulariser, of which a method has at most one."""
-    because = "changes the loss of local training"
+    """Register a regulariser, of which a method has at most one; see `Entry` for `tuned_as`."""
+    because, instead = "changes the loss of local training", None if tuned_as is None else tuple(tuned_as)
     return _registered(
-        name, "regulariser", text, paper, options, gives=tuple(gives), needs=REGULARISABLE, because=because
-    )
+        name, "regulariser", text, paper, options, gives=tuple(gives), needs=REGULARISABLE, because=because,
+        tuned_as=instead,
+    )  # fmt: skip
 
 
 def extra(
@@ -127,8 +136,10 @@ def extra(
     because: str,
     listed: Sequence[str] = (),
 ) -> Callable[[Part[O]], Part[O]]:
-    """Register what can be added to a method, regularised or not."""
-    return _registered(name, "extra", text, paper, options, needs=needs, because=because, listed=tuple(listed))
+    """Register what can be added to a method, regularised or not, and leaves it the method that was tuned."""
+    return _registered(
+        name, "extra", text, paper, options, needs=needs, because=because, listed=tuple(listed), tuned_as=()
+    )
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

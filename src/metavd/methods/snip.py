@@ -23,7 +23,10 @@ class SnipOptions(Options):
     )  # fmt: skip
 
 
-@regulariser("snip", "one layer pruned by saliency after round 1", paper="Lee et al., ICLR 2019", options=SnipOptions)
+@regulariser(
+    "snip", "one layer pruned by saliency after round 1", paper="Lee et al., ICLR 2019", options=SnipOptions,
+    tuned_as=(),
+)  # fmt: skip
 def snip(parts: Parts, o: SnipOptions) -> Parts:
     """Prune one layer by saliency after the first round."""
     emit = core.emit

@@ -290,7 +290,7 @@ def metavd(parts: Parts, o: MetaVDOptions) -> Parts:
 
 @regulariser(
     "vd", "variational dropout, one set of rates for all", paper="Kingma et al., NeurIPS 2015",
-    options=VDOptions, gives=(POSTERIOR,),
+    options=VDOptions, gives=(POSTERIOR,), tuned_as=("metavd",),
 )  # fmt: skip
 def vd(parts: Parts, o: VDOptions) -> Parts:
     """One learned spread for all clients."""
@@ -306,7 +306,7 @@ def vd(parts: Parts, o: VDOptions) -> Parts:
 
 @regulariser(
     "ensemblevd", "variational dropout, a set of rates per client", paper=_METAVD, options=EnsembleVDOptions,
-    gives=(POSTERIOR,),
+    gives=(POSTERIOR,), tuned_as=("metavd",),
 )  # fmt: skip
 def ensemblevd(parts: Parts, o: EnsembleVDOptions) -> Parts:
     """One learned spread for each client."""

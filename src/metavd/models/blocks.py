@@ -37,5 +37,5 @@ def sequential(layers: Layers) -> nn.Sequential:
 
 
 def is_image(shape: Sequence[int], least: int = 8) -> bool:
-    """Whether a row is an image with at least so many pixels a side."""
+    """Whether a row is an image with at least so many pixels per side."""
     return len(shape) == 3 and min(shape[1:]) >= least

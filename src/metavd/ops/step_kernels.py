@@ -72,7 +72,7 @@ def descend(
     starts: list[Tensor], slopes: list[Tensor], lr: float, clip: float | None, here: Tensor | None = None, *,
     in_place: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Take a clipped step of every client: entries (C, ...) of all kinds, one norm a client over all of them.
+    """Take a clipped step of every client: entries (C, ...) of all kinds, one norm per client over all of them.
 
     In place, clients may stay where they are: those whose number in `here` (C,) is 0.
     """

@@ -11,12 +11,12 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from ..container import write_atomic
+from ..evaluate.figures import get
 from .page import POLICY, figure_folder, published, rendered
 from .pictures import INK, MUTED, RIGHT, WRONG, Picture, logarithmic, looking_alike, panel, short
 from .read import ReportError
 
 TRIALS, IMPORTANCE = "trials.json", "importance.json"
-_NAMES = {"nll": "validation NLL", "accuracy": "validation accuracy"}
 
 
 def is_study(folder: Path) -> bool:
@@ -53,8 +53,12 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
+def _judged(history: Mapping[str, Any]) -> str:
+    return f"validation {get(history['metric']).short}"
+
+
 def _pictures(history: Mapping[str, Any], importance: Mapping[str, float]) -> Iterator[Picture]:
-    what = _NAMES[history["metric"]]
+    what = _judged(history)
     finished = [trial for trial in history["trials"] if trial["value"] is not None]
     if finished:
         yield Picture("history", f"{what} of every finished trial, and the best so far", _history(history, what))
@@ -122,10 +126,10 @@ def _about(history: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "title": f"{study['method']} on {study['data']}",
         "facts": [
-            f"{len(order)} trials", f"{study['rounds']} rounds", f"{_NAMES[history['metric']]} by {study['by']}",
+            f"{len(order)} trials", f"{study['rounds']} rounds", f"{_judged(history)} by {study['by']}",
             f"{study['seeds']} seed{'s' * (study['seeds'] != 1)} from {study['seed']} on",
         ],
-        "what": _NAMES[history["metric"]],
+        "what": _judged(history),
         "columns": columns,
         "trials": [
             {

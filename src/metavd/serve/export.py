@@ -27,6 +27,8 @@ from ..core.gp_slots import POINTS
 from ..core.posterior import per_weight
 from ..data.partition import some
 from ..errors import UserError
+from ..evaluate.figures import get
+from ..templates import filled
 from ..tree import Params
 from .model import Personal, Prediction
 from .samples import Samples, described, domain_number
@@ -35,14 +37,8 @@ FORMATS = ("safetensors", "onnx")
 TABLES = ("csv", "parquet")
 AGREES = 1e-5
 """Largest difference of a probability that an exported graph may show."""
-_FIGURES = (
-    ("accuracy", "mean over clients, weighted by their training rows"),
-    ("worst_client", "accuracy of the client served worst"),
-    ("nll", "surprise at the true labels; lower is better"),
-    ("brier", "squared error of the probabilities; lower is better"),
-    ("ece_top1", "calibration error: how far confidence is from accuracy; lower is better"),
-    ("mce_top1", "the same in the worst bin"),
-)
+_FIGURES = ("accuracy", "worst_client", "nll", "brier", "ece_top1", "mce_top1")
+"""What a model card shows."""
 LICENCE = "not chosen yet; whoever publishes this model fills this in"
 
 
@@ -281,122 +277,28 @@ def _quiet() -> Iterator[None]:
 
 def card(own: Personal, file: str, kind: str, *, domain: str | None = None, licence: str = LICENCE) -> str:
     """Write the Markdown page that goes with an exported model."""
-    about, takes, e = own.about, own.takes, own.experiment
+    about, takes = own.about, own.takes
     who = {
         "participating": f"client {about['client']}, who took part in training",
         "unseen": f"client {about['client']}, who never took part in training",
         "new": "a client who never took part in training",
     }[about["kind"]]
-    rows = (
-        f"{about['samples']} labelled rows of that client"
-        if about["samples"]
-        else "no rows: as a new client receives it"
-    )
-    shape = " x ".join(str(length) for length in takes.x.shape[1:])
-    unit = "token ids" if takes.tokens else "numbers"
-    lines = [
-        f"# {file}", "",
-        f"A personalised classifier, trained by federated learning with `{about['method']}` on {about['data']} and "
-        f"adapted to {who}.", "",
-        "| | |", "|---|---|",
-        f"| method | `{about['method']}`, {e.rounds} rounds, {e.clients} participating clients, seed {e.seed} |",
-        f"| data | {about['data']}, fingerprint `{e.content}` |",
-        f"| adapted to | {rows} |",
-        f"| input | {shape} {unit} a row, stored as {takes.x.dtype}{_prepared(own)} |",
-        f"| classes | {len(own.classes)}: {some(own.classes, 20)} |",
-        f"| run | `{about['spec']}`, state of round {about['round']}, SHA-256 `{about['model_sha256'][:12]}` |",
-        f"| made with | metavd {about['metavd']} |",
-        f"| licence | {licence} |", "",
-        "## Intended use", "",
-        "Rows of the client that it was adapted to, of the same kind as the data above and stored alike. Other clients "
-        "should be given models of their own.", "",
-        "## How well it does", "",
-        *_figures(about["result"]), "",
-        "## Limits", "",
-        "- The figures are of all clients of the run, not of this one alone; a client may be served worse.",
-        "- Inputs of another kind get an answer too. High entropy is a warning, low entropy is no promise.",
-        f"- {_informed(own)}",
-        "- A model adapted to someone's rows may tell something about them. No privacy guarantee is claimed.", "",
-        "## How to load it", "",
-        *_loading(own, file, kind, domain),
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    named = domain or about["domain"]
+    number = domain_number(takes, named) if named else None
+    kinds = {"table": "columns", "text": "texts"}
+    return filled(
+        "card.md", file=file, kind=kind, about=about, takes=takes, e=own.experiment, licence=licence, who=who,
+        shape=takes.x.shape[1:], classes=f"{len(own.classes)}: {some(own.classes, 20)}",
+        made_of="" if takes.prepare is None else kinds[takes.prepare.plain()["kind"]],
+        figures=[get(name) for name in _FIGURES], gaussian_processes=POINTS in own.params, network=_network(own),
+        look=None if takes.domains and number is None else takes if number is None else takes.domains[number],
+    )  # fmt: skip
 
 
-def _prepared(own: Personal) -> str:
-    """Say how a table's or a text's rows become the model's inputs."""
-    if own.takes.prepare is None:
+def _network(own: Personal) -> str:
+    """Return the code that builds the network; nothing where the run was given one."""
+    if own.module is not None:
         return ""
-    what = {"table": "columns", "text": "texts"}[own.takes.prepare.plain()["kind"]]
-    return f"; made of {what} by `prepare` in the file's metadata: `metavd.data.prepare.restored(prepare).rows(...)`"
-
-
-def _informed(own: Personal) -> str:
-    if own.about["noise"] is None:
-        return "The method has no posterior: there is no mutual information, and entropy says all that it knows."
-    layers = ", ".join(own.about["noise"]["layers"])
-    return f"Mutual information is doubt about the layers with a posterior ({layers}), not about all weights."
-
-
-def _figures(result: Mapping[str, Any] | None) -> list[str]:
-    if result is None:
-        return ["The run was not finished when this model was made, so there are no figures."]
-    counts = [
-        f"{result[part]['clients']} {what} clients" for part, what in (("test", "participating"), ("unseen", "unseen"))
-    ]
-    lines = [f"Of the run's test rows; each client with its own model ({', '.join(counts)}).", "",
-             "| figure | participating | unseen | |", "|---|---|---|---|"]  # fmt: skip
-    for name, meaning in _FIGURES:
-        values = [result[part].get(name) for part in ("test", "unseen")]
-        lines.append(f"| {name} | " + " | ".join("-" if v is None else f"{v:.4f}" for v in values) + f" | {meaning} |")
-    return lines
-
-
-def _loading(own: Personal, file: str, kind: str, domain: str | None) -> list[str]:
-    if kind == "onnx":
-        shape = ", ".join(str(length) for length in own.takes.x.shape[1:])
-        outputs = "probabilities" + ("" if own.about["noise"] is None else ", information")
-        fixed = "Posterior draws are fixed by a row's place in the call, so that a call can be repeated exactly."
-        draws = [] if own.about["noise"] is None else ["", fixed]
-        return [
-            "Normalisation and softmax are in the graph: feed rows as they are stored.", "",
-            "```python", "import numpy as np", "import onnxruntime", "",
-            f'session = onnxruntime.InferenceSession("{file}")',
-            f"x = np.zeros((1, {shape}), np.float32)  # your rows",
-            f'{outputs}{"" if "," in outputs else ","} = session.run(None, {{"x": x}})', "```", *draws,
-        ]  # fmt: skip
     takes, e = own.takes, own.experiment
-    number = domain_number(takes, domain or own.about["domain"]) if domain or own.about["domain"] else None
-    if POINTS in own.params:
-        return ["The answers come from a Gaussian-process tree beside the network; use `metavd predict` on the "
-                "personalised folder for them."]  # fmt: skip
-    look = takes if number is None else takes.domains[number]
     more = f", {takes.tokens}" if takes.tokens else ""
-    built = f'module_for("{e.model}", {tuple(takes.x.shape[1:])}, {takes.num_classes}, {e.width}{more})'
-    network = built if own.module is None else "...  # the network that the run was given"
-    lines = [
-        "The file holds the weights by their names in the network, and for layers with a posterior their variances "
-        "(`LAYER.variance`). The network answers at the posterior mean.", "",
-        "```python", "import torch", "from safetensors.torch import load_file",
-        *([] if own.module is not None else ["from metavd.models import module_for"]), "",
-        f"network = {network}",
-        f'weights = load_file("{file}")',
-        f"network.to(torch.{e.dtype}).load_state_dict({{name: weights[name] for name in network.state_dict()}})",
-    ]  # fmt: skip
-    if takes.domains and number is None:
-        return [
-            *lines,
-            "```",
-            "",
-            "Rows are normalised as their dataset was; the metadata of a personalised folder has the numbers.",
-        ]
-    if takes.tokens:
-        return [*lines, f"x = torch.zeros(1, {takes.x.shape[1]}, dtype=torch.int64)  # your rows, as token ids",
-                "probabilities = network(x).softmax(-1)", "```"]  # fmt: skip
-    axes = (1, 1) if takes.x.ndim == 4 else ()
-    mean, std = (f"torch.tensor({list(v)}).reshape({(-1, *axes)})" for v in (look.mean, look.std))
-    return [
-        *lines, f"mean, std = {mean}, {std}",
-        f"x = torch.zeros(1, {', '.join(map(str, takes.x.shape[1:]))})  # your rows, as they are stored",
-        f"probabilities = network((x.to(torch.{e.dtype}) * {look.scale!r} - mean) / std).softmax(-1)", "```",
-    ]  # fmt: skip
+    return f'module_for("{e.model}", {tuple(takes.x.shape[1:])}, {takes.num_classes}, {e.width}{more})'

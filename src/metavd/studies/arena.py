@@ -9,19 +9,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..data.collection import parse
+from ..errors import SpecError
 from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
-from ..methods import resolve
-from ..runs.settings import Experiment, with_settings
-from .lines import Line, read
+from ..methods import NAMES, check, options_of, resolve
+from ..runs.settings import RUNTIME, SETTINGS, Experiment, with_settings
+from ..schema import nearest
+from ..templates import filled
+from .lines import Line, complete, read
 from .many import Ended, carry_out
 from .markdown import markdown_table
 from .pairs import pair
 from .paper.digest import digested
-from .tuned import KEY, label, plain
+from .tuned import KEY, applied, find_for, label, plain
+from .tuned import read as tuned_files
+from .tuned import told as tuned_told
 
 SCOPE = "arena"
 BEST = (
@@ -41,6 +48,14 @@ PUBLISHED = {
 all in every round, 2,000 rounds of one pass with batches of 10, consistent rows, the best round on test rows."""
 
 
+AUROC = Column("AUROC unknown", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1)
+
+
+def size_of_sets(kind: str) -> Column:
+    """Return how many classes the sets of one of `conformal.METHODS` hold."""
+    return Column(f"{kind.upper()} size", ("trust", "sets", "test", kind, "size"), 1.0, 2, -1)
+
+
 def columns() -> list[Column]:
     """Return the figures of the page."""
     accuracy, tenth = get("accuracy"), get("percentile_10")
@@ -50,33 +65,87 @@ def columns() -> list[Column]:
         *(tenth.column(part)._replace(title=f"{part} worst tenth %") for part in ("test", "unseen")),
         *(get(name).column("test", heading="test") for name in ("nll", "ece_top1")),
         Column("LAC covered %", ("trust", "sets", "test", "lac", "covered"), 100.0),
-        *(Column(f"{kind.upper()} size", ("trust", "sets", "test", kind, "size"), 1.0, 2, -1) for kind in METHODS),
-        Column("AUROC unknown", ("trust", "unknown", "test", "entropy", "auroc"), 1.0, 3, 1),
+        *map(size_of_sets, METHODS),
+        AUROC,
         Column("FPR95 unknown %", ("trust", "unknown", "test", "entropy", "fpr95"), 100.0, 1, -1),
         SENT,
         SECONDS,
     ]
 
 
-def tasks(
-    methods: Sequence[str], settings: Mapping[str, Any], protocols: Sequence[str], seeds: Sequence[int]
-) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Return what is to be run, by method, protocol and seed."""
-    return {
-        (method, protocol, seed): {**settings, "method": method, "test_rows": protocol, "seed": seed}
-        for method in methods
-        for protocol in protocols
-        for seed in seeds
-    }
+Key = tuple[str, str, int]
+"""Method, protocol and seed."""
+
+
+class Plan(NamedTuple):
+    """What is to be run; `plan` makes one and checks it."""
+
+    tasks: dict[Key, dict[str, Any]]
+    where: dict[str, Any]
+    """Settings that say where runs are carried out, and change no number."""
+    told: tuple[str, ...]
+    """Where tuned settings come from, a sentence for each method and protocol."""
+
+
+def plan(
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    protocols: Sequence[str],
+    seeds: int = 1,
+    unknown: str | None = None,
+    tuned: str | Path | None = None,
+) -> Plan:
+    """Return what is to be run, or say in one sentence what is wrong with it.
+
+    Args:
+        names: methods; the one word "all" or "best" stands for several.
+        settings: of the experiment, and options of methods; what only some methods know is for those.
+        protocols: how test rows are dealt; every method runs under each.
+        seeds: how many of each, from the settings' seed on.
+        unknown: another dataset, which clients are to know for unknown.
+        tuned: a folder of tuned settings, see `tuned`.
+    """
+    several: dict[tuple[str, ...], Sequence[str]] = {("all",): NAMES, ("best",): BEST}
+    names = several.get(tuple(names), names)
+    _check(names, settings, unknown)
+    chosen = None if tuned is None else tuned_files(tuned)
+    where = {key: value for key, value in settings.items() if key in RUNTIME - {"weights"}}
+    rest = {key: value for key, value in settings.items() if key not in {"method", "seed", *where}}
+    first = int(settings.get("seed", 0))
+    tasks: dict[Key, dict[str, Any]] = {}
+    told = []
+    for name, protocol in product(names, protocols):
+        own = {key: value for key, value in rest.items() if key in SETTINGS or key in options_of(name)}
+        asked = with_settings(
+            with_settings(Experiment(), {"method": check(name)}), {**own, **where, "test_rows": protocol}
+        )
+        found = None if chosen is None else find_for(chosen, asked)
+        told += [] if chosen is None else [tuned_told(asked, found)]
+        whole = applied(found, own) | {"method": name, "test_rows": protocol}
+        tasks |= {(name, protocol, seed): {**whole, "seed": seed} for seed in range(first, first + seeds)}
+    return Plan(tasks, where, tuple(told))
+
+
+def _check(names: Sequence[str], settings: Mapping[str, Any], unknown: str | None) -> None:
+    """Refuse data that there are not and what none of the methods knows."""
+    for text in filter(None, (settings.get("data"), unknown)):
+        parse(text)
+    known = {key for name in names for key in options_of(name)} | {*SETTINGS, *RUNTIME}
+    for key in settings:
+        if names and key not in known:
+            raise SpecError(
+                f"no setting and no option of {', '.join(names[:3])} is called {key!r}; {nearest(key, sorted(known))}"
+            )
 
 
 def carry(
-    wanted: Mapping[tuple[str, str, int], Mapping[str, Any]],
+    wanted: Mapping[Key, Mapping[str, Any]],
     *,
     where: Mapping[str, Any],
     look: Callable[[Path], Mapping[str, Any]] | None = None,
     **how: Any,
-) -> Iterator[Ended[tuple[str, str, int]]]:
+) -> Iterator[Ended[Key]]:
     """Run what the store lacks; yield each run as it ends. See `many.carry_out` for `how`, `digested` for the rest."""
     work_of = partial(digested, where=where, look=look)
     return carry_out(wanted, work_of, scope=SCOPE, device=str(where.get("device", "auto")), **how)
@@ -84,27 +153,11 @@ def carry(
 
 def page(store: Path) -> str:
     """Write the tables of all that the store holds, one for every data, partition and protocol."""
-    parts = [
-        "# The arena\n",
-        "Methods on equal terms, written from the store of runs by\n",
-        "    metavd arena --page docs/arena.md\n",
-        "*independent*: every client's test rows are dealt alike, whatever it trains on. *consistent*: they have the "
-        "labels that its training rows have, in the same shares. Mean over seeds, ± half the width of the 95 % "
-        "interval where there are several; a single seed is a lead, not a result. The best of a column is bold. *last "
-        "five*: mean of the last five evaluations, a twentieth of the rounds apart in newer runs. *to the first "
-        "row*: how much more (or less) accurate the method is than the table's first, on the same clients with "
-        "the same seed: the mean of the clients' differences weighted by training rows, its 95 % bootstrap interval "
-        "over clients, and the p-value of Wilcoxon's signed-rank test over clients, neither of which knows the noise "
-        "of another training; how many seeds have the sign of the mean does. Runs without it were stored before "
-        "clients were. *covered* and *size*: of sets of classes for 90 % coverage, which each half of a client's test "
-        "rows calibrates for the other half (`metavd trust`); *unknown*: how well entropy tells inputs of another "
-        "dataset from a client's own, FPR95 the share of them that pass for known where 95 % of the known do. "
-        "*published*: what others report under another protocol (20 clients, all in every round, best round on test "
-        "rows), for orientation alone.\n",
+    lines = list(read(store, SCOPE).values())
+    tables = [
+        (title, _table(methods, published=title.startswith("cifar100,"))) for title, methods in grouped(lines).items()
     ]
-    for title, methods in grouped(read(store, SCOPE).values()).items():
-        parts += [f"## {title}\n", _table(methods, published=title.startswith("cifar100,")), ""]
-    return "\n".join(parts).rstrip() + "\n"
+    return filled("arena.md", servers=told_servers(lines), tables=tables)
 
 
 def grouped(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
@@ -113,6 +166,25 @@ def grouped(lines: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
     for line in lines:
         groups[setting_of(line)][name_of(line)].append(line)
     return dict(sorted(groups.items()))
+
+
+def told_servers(lines: Iterable[Line]) -> str:
+    """Say of which bases the server has momentum, by the runs' own settings; nothing where all have the same."""
+    bases: dict[float, set[str]] = defaultdict(set)
+    for line in lines:
+        settings = complete(plain(line["settings"]))
+        bases[settings["server_momentum"]].add(settings["method"].split("+")[0])
+    if len(bases) < 2:
+        return ""
+    *fewer, most = sorted(bases, key=lambda momentum: len(bases[momentum]))
+    some = "; ".join(
+        f"of {momentum:g}: {', '.join(f'`{name}`' for name in sorted(bases[momentum]))}" for momentum in fewer
+    )
+    return (
+        f"Servers differ. Momentum {some} (with whatever is added to them); of {most:g}: all others. With momentum m "
+        "the server's steps in a lasting direction grow up to 1/(1 - m) times, so that part of a difference between "
+        "the two may be the server's, not the method's."
+    )
 
 
 def name_of(line: Line) -> str:

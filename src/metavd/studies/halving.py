@@ -38,6 +38,7 @@ from ..runs.provenance import provenance
 from ..runs.run import rounds_of
 from ..runs.settings import RUNTIME, Experiment, content, resolve, spec_hash, with_settings
 from ..runs.setup import Setup, data_of, prepare, start, using
+from ..templates import filled
 from .lines import append, rows
 from .many import carry_out
 from .markdown import markdown_table
@@ -335,40 +336,23 @@ def ranges(lines: Sequence[Line]) -> str:
 
 def page(lines: Sequence[Line], command: str) -> str:
     """Return what was chosen as a document: settings, figures, and how wide the optimum is."""
-    text = [
-        "# Tuned settings", "",
-        "What successive halving chose for each method, on validation rows and validation clients alone; made by", "",
-        f"    {command}", "",
-        "*participating* and *validation clients*: accuracy on validation rows of clients that train, and of",
-        "clients that are only ever validated on, averaged over the last three evaluations; *score*: mean of the",
-        "two; *ECE*: of clients that train. *trials*: different settings that were tried; a method with a small",
-        "space has fewer. *defaults*: the score of the method's defaults at the last rung that they reached, and",
-        "its round, which may be an earlier one than that of the score beside it. *within 1 point*: of the trials",
-        "that reached the last rung, how many score within one point of the best, and which values those have: how",
-        "wide the optimum is, as far as so few trials show it. One seed: a difference of a point between two",
-        "trials is no more than noise. The choices are also files,",
-        "`results/tuned/DATA-PARTITION-TESTROWS/METHOD.toml`, for `--tuned` of `metavd compare`, `arena` and",
-        "`paper`, and for `metavd run --config`.",
-        "",
-    ]  # fmt: skip
     found = chosen(lines)
+    studies = []
     for study in dict.fromkeys(study for study, _ in found):
         made = [line for line in lines if line["study"] == study]
-        where = "; ".join(
-            sorted({f"{line['machine']}, torch {line['torch']}, commit {line['commit']}" for line in made})
-        )
-        seeds = ", ".join(sorted({str(line["seed"]) for line in made}))
-        text += [
-            f"## {study}", "", f"Seed {seeds}; {where}; {len(made)} rungs.", "",
-            *markdown_table(
-                ["method", "settings", "score %", "participating %", "validation clients %", "ECE %", "trials",
-                 "defaults %", "within 1 point"],
-                [_row(rows, [line for line in made if line["method"] == method])
-                 for (name, method), rows in found.items() if name == study],
-                text=(0, 1, 8),
-            ), "",
-        ]  # fmt: skip
-    return "\n".join(text)
+        machines = {f"{line['machine']}, torch {line['torch']}, commit {line['commit']}" for line in made}
+        table = markdown_table(
+            ["method", "settings", "score %", "participating %", "validation clients %", "ECE %", "trials",
+             "defaults %", "within 1 point"],
+            [_row(rows, [line for line in made if line["method"] == method])
+             for (name, method), rows in found.items() if name == study],
+            text=(0, 1, 8),
+        )  # fmt: skip
+        studies.append(
+            {"name": study, "seeds": ", ".join(sorted({str(line["seed"]) for line in made})), "rungs": len(made),
+             "where": "; ".join(sorted(machines)), "table": "\n".join(table)}
+        )  # fmt: skip
+    return filled("tuned.md", command=command, studies=studies)
 
 
 def _row(best_first: Sequence[Line], everything: Sequence[Line]) -> list[str]:

@@ -13,8 +13,8 @@ from ..errors import SpecError
 from ..runs.settings import RUNTIME, Experiment, content, with_settings
 from ..schema import Value, nearest
 
-METRICS = {"nll": "minimize", "accuracy": "maximize"}
-"""What a trial may be judged by, on validation rows, and which way is better."""
+METRICS = ("nll", "accuracy")
+"""Figures that a trial may be judged by, on validation rows."""
 SAMPLERS = ("tpe", "random")
 BY = ("rows", "clients")
 """Validate on held-out rows of the clients that train, or on clients that do not."""
@@ -98,7 +98,7 @@ def plan(
         sampler: "tpe" learns from earlier trials, "random" does not.
         prune: stop a trial that is worse than the median of the finished ones at the same round.
     """
-    for name, value, known in (("metric", metric, tuple(METRICS)), ("by", by, BY), ("sampler", sampler, SAMPLERS)):
+    for name, value, known in (("metric", metric, METRICS), ("by", by, BY), ("sampler", sampler, SAMPLERS)):
         if value not in known:
             raise SpecError(f"{name} is {value!r}; {nearest(str(value), known)}")
     if seeds < 1:

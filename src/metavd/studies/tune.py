@@ -42,13 +42,14 @@ from ..core.types import NonFiniteError
 from ..data.collection import Collection
 from ..engine.rounds import InterruptedRun
 from ..errors import SpecError, UserError
+from ..evaluate.figures import get
 from ..runs.evaluation import evaluate_valid, validation_clients
 from ..runs.run import rounds_of
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, content, to_toml, with_settings
 from ..runs.setup import Data, Setup, complete, data_of, prepare, start, using
 from ..schema import Value
 from .many import carry_out, hold, release
-from .plan import METRICS, Dimension, Plan, Watcher
+from .plan import Dimension, Plan, Watcher
 from .side import jobs_for
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _study(folder: Path, plan: Plan, rounds: int) -> optuna.Study:
     try:
         storage = found.storages.RDBStorage("sqlite:///study.db", engine_kwargs={"creator": connect})
         study: optuna.Study = found.create_study(
-            study_name="metavd", storage=storage, direction=METRICS[plan.metric], pruner=pruner, load_if_exists=True
+            study_name="metavd", storage=storage, direction=_direction(plan.metric), pruner=pruner, load_if_exists=True
         )
     except (SQLAlchemyError, sqlite3.Error, RuntimeError) as error:
         reason = str(getattr(error, "orig", None) or error).splitlines()[0]
@@ -337,16 +338,21 @@ def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     }
 
 
+def _direction(metric: str) -> str:
+    """Return optuna's word for which way of a figure is better."""
+    return "minimize" if get(metric).better == "lower" else "maximize"
+
+
 def _write(session: _Session) -> dict[str, Any]:
     """Write the history and the best configuration so far."""
     plan, folder, lines = session.plan, session.folder, _lines(session)
     finished = [line for line in lines if line["state"] == "finished"]
-    sign = 1 if METRICS[plan.metric] == "minimize" else -1
+    sign = 1 if _direction(plan.metric) == "minimize" else -1
     best = min(finished, key=lambda line: sign * line["value"]) if finished else None
     history = {
         "study": session.study.user_attrs["about"],
         "metric": plan.metric,
-        "direction": METRICS[plan.metric],
+        "direction": _direction(plan.metric),
         "best": best["number"] if best else None,
         "trials": lines,
     }
@@ -387,7 +393,7 @@ def tune(
         trials: how many in all, those that stopped early included, those whose process was killed not.
         jobs: processes side by side; 0: what suits the device, see `side`. They start Python afresh, so that a script
             of yours that asks for several needs the usual `if __name__ == "__main__":`.
-        source: your own data; by default the experiment's is read, once a process.
+        source: your own data; by default the experiment's is read, once per process.
         watcher: is told how it goes on.
     """
     _optuna()

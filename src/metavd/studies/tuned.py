@@ -26,11 +26,6 @@ from ..runs.settings import SETTINGS, Experiment, from_toml, resolve, toml_value
 from .halving import Line, chosen, distinct, is_default, near, ranges
 
 FOLDER = Path("results/tuned")
-_AS_OF: dict[str, list[str]] = {
-    "vd": ["metavd"], "ensemblevd": ["metavd"], "snip": [], "drop": [], "prior": [], "ft": [], "dp": [],
-}  # fmt: skip
-"""Parts of methods, and the parts in whose place they stand where nothing was chosen with them: the other posteriors
-stand where MetaVD does, and what is added to a method leaves it the method that it was."""
 KEY = "tuned"
 """In the settings of a store's line: the file that the run's options come from."""
 _ABOUT = ("method", "data", "partition", "test_rows", "rounds")
@@ -122,14 +117,15 @@ def _read(path: Path) -> Tuned:
 
 
 def relatives(method: str) -> list[str]:
-    """Return a method and those whose choices it takes where it has none of its own, the nearest first; see `_AS_OF`.
+    """Return a method and those whose choices it takes where it has none of its own, the nearest first.
 
     >>> relatives("reptile+vd+drop")
     ['reptile+vd+drop', 'reptile+vd', 'reptile+metavd']
     """
+    known = {name: entry.tuned_as for name, entry in methods.entries().items()}
     parts, names = method.split("+"), [method]
-    while place := next((place for place in range(len(parts) - 1, 0, -1) if parts[place] in _AS_OF), 0):
-        parts[place : place + 1] = _AS_OF[parts[place]]
+    while place := next((place for place in range(len(parts) - 1, 0, -1) if known[parts[place]] is not None), 0):
+        parts[place : place + 1] = known[parts[place]] or ()
         names.append("+".join(parts))
     return names
 

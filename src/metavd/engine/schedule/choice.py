@@ -66,7 +66,7 @@ def flops(model: Model, shape: Sequence[int]) -> int:
 
 
 def choice(model: Model, shape: Sequence[int], batch: int, cohort: int) -> str:
-    """Return "vmap" or "threads" for clients that take steps of `batch` rows (0: all they have), so many a round."""
+    """Return "vmap" or "threads" for clients that take steps of `batch` rows (0: all they have), so many per round."""
     light = 0 < 3 * batch * flops(model, shape) <= _LIGHT
     return "vmap" if light and cohort >= _MANY else "threads"
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from ...evaluate.figures import Column, number
 from ...evaluate.intervals import interval
+from ...templates import filled
 from ..lines import Line, read
 from ..markdown import markdown_table
 from ..pairs import pair
@@ -147,9 +148,7 @@ def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], h
     shared = [[runs[seed] for seed in each] for runs in (own, other)]
     difference = sum(each.values()) / len(each)
     low, high = _interval(claim.figure, list(each.values()), *shared)
-    more, limit, enough = "", 0.0, True
-    if len({KEY in settings_of(cell, how=how) for cell in (first, second)}) > 1:
-        more = "only one of the two is tuned"
+    more, limit, enough = _untuned((first, second), how), 0.0, True
     if claim.kind == "no-loss":
         dropped = min(number(line["result"], "sparsity", "layer") or 0.0 for line in shared[0])
         more = ", ".join(filter(None, (f"{dropped:.0%} dropped", more)))
@@ -161,6 +160,14 @@ def _compared(claim: Claim, first: Cell, second: Cell, lines: dict[str, Line], h
     elif not enough or (bounds[1] < limit and all(value < limit for value in each.values())):
         outcome = AGAINST
     return Comparison(where, what, outcome, difference, low, high, paper, len(each), more)
+
+
+def _untuned(compared: Sequence[Cell], how: Protocol) -> str:
+    """Say which of two rows tuned settings were asked for and none were found."""
+    if how.tuned is None:
+        return ""
+    tuned = sum(KEY in settings_of(cell, how=how) for cell in compared)
+    return {0: "neither is tuned", 1: "only one of the two is tuned"}.get(tuned, "")
 
 
 def _interval(
@@ -198,35 +205,16 @@ def _rates(claim: Claim, cell: Cell, lines: dict[str, Line], how: Protocol) -> C
 def page(store: str | Path, how: Protocol = PAPER, command: str = "") -> str:
     """Write all claims with numbers and verdicts, from the store alone."""
     judged = [(claim, compare(claim, store, how)) for claim in claims()]
-    text = [
-        "# The paper's claims",
-        "",
-        "What the paper claims, what was run to test it, and a verdict by one rule for all. It is about this "
-        "implementation, its protocol and the runs below; that a claim does not hold here does not say that its "
-        "authors did not see what they report. Which options they chose is not published, and tuning decides a "
-        "good part of these differences.",
-        "",
-        f"Protocol: {told_protocol(how)}; seeds {', '.join(map(str, how.seeds))}.",
-        "",
-        "*In favour*: every seed says so and the 95 % interval of the difference leaves out 0 (for compression: lies "
-        "above one point of loss); *against*: the same on the other side; *open*: neither. Intervals of accuracies are "
-        "paired bootstraps over clients, which do not know the noise of another training; of calibration errors, "
-        "Student's over seeds, and one seed counts by its sign. A claim *holds* where nine in ten comparisons are in "
-        "favour and none is against; *does not hold here* where fewer than a third are in favour, or no more than are "
-        "against; *in part* between; it is *not yet tested* while more than half of its comparisons lack a run. With "
-        "one seed a verdict is a lead. Differences are in points, positive where they favour the claim.",
-        "",
-        *markdown_table(
-            ["claim", "verdict", *_OUTCOMES, "mean difference", "the paper's"],
-            [_summed_up(claim, found) for claim, found in judged],
-            text=(0, 1),
-        ),
-    ]
-    for claim, found in judged:
-        text += ["", *_section(claim, found)]
-    if command:
-        text += ["", f"Written by `{command}`."]
-    return "\n".join(text) + "\n"
+    table = markdown_table(
+        ["claim", "verdict", *_OUTCOMES, "mean difference", "the paper's"],
+        [_summed_up(claim, found) for claim, found in judged],
+        text=(0, 1),
+    )
+    sections = [(claim, _said(found), *_tested(found)) for claim, found in judged]
+    return filled(
+        "claims.md", protocol=told_protocol(how), seeds=how.seeds, table="\n".join(table), claims=sections,
+        command=command,
+    )  # fmt: skip
 
 
 def _summed_up(claim: Claim, found: Sequence[Comparison]) -> list[str]:
@@ -251,16 +239,12 @@ def _mean(found: Sequence[Comparison], value: Callable[[Comparison], float | Non
     return _points(sum(known) / len(known) if known else None)
 
 
-def _section(claim: Claim, found: Sequence[Comparison]) -> list[str]:
-    text = [f"## {claim.name}", "", f"{claim.title}. {claim.says} **Verdict: {_said(found)}.**"]
-    text += ["", f"{claim.note[0].upper()}{claim.note[1:]}."] if claim.note else []
+def _tested(found: Sequence[Comparison]) -> tuple[str, int]:
+    """Return the table of the comparisons that have their runs, and how many have not."""
     tested = [each for each in found if each.outcome != MISSING]
-    if not tested:
-        return [*text, "", f"None of {len(found)} comparisons has its runs."]
     heads = ["", "", "difference", "95 % interval", "the paper's", "seeds", ""]
-    text += ["", *markdown_table(heads, [_row(each) for each in tested], text=(0, 1, 6))]
-    missing = len(found) - len(tested)
-    return [*text, "", f"{missing} more lack their runs."] if missing else text
+    table = markdown_table(heads, [_row(each) for each in tested], text=(0, 1, 6)) if tested else []
+    return "\n".join(table), len(found) - len(tested)
 
 
 def _row(each: Comparison) -> list[str]:

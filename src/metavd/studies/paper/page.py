@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...container import write_atomic
-from ...errors import SpecError
-from ..markdown import markdown_table
+from ...templates import filled
+from ..markdown import markdown_table, write
 from .plan import tuned_told
 from .protocol import LAST, PAPER, Protocol, name_of, settings_of
 from .statistics import Compared, Measured, View, table
@@ -67,27 +66,24 @@ def _heading(cell: Cell, how: Protocol) -> str:
 
 
 def _rows(answers: Sequence[Measured], view: View, about: _Notes) -> list[str]:
-    titles = [MEASURES[name].title for name in view.table.figures]
-    every = [each for answer in view.answers for each in answer.figures]
-    averaged = view.how.last == 1 and any(each.last is not None for each in every)
-    tuned = any(each.untuned is not None for each in every)
     beside = view.how.scale == "full" and not view.table.alone
     headings: list[str] = []
-    for title in titles:
-        headings += [f"{title}: ours" if beside else title, *["last five"] * averaged, *["untuned"] * tuned]
+    for title in (MEASURES[name].title for name in view.table.figures):
+        headings += [f"{title}: ours" if beside else title, "last five", "untuned"]
         headings += ["paper", "difference"] if beside else []
     lines = []
     for answer in answers:
         label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
         parts: list[str] = []
         for each in answer.figures:
-            parts += [_ours(each, answer)]
-            parts += [_beside(each.last, each)] * averaged + [_beside(each.untuned, each)] * tuned
+            parts += [_ours(each, answer), _beside(each.last, each), _beside(each.untuned, each)]
             parts += [_theirs(each.figure, about), _difference(each)] if beside else []
         failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
         count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
         lines.append([label, *parts, count])
-    return markdown_table(["", *headings, "seeds"], lines)
+    head = ["", *headings, "seeds"]
+    filled = [number for number, column in enumerate(zip(*lines, strict=True)) if any(column)]
+    return markdown_table([head[number] for number in filled], [[line[number] for number in filled] for line in lines])
 
 
 def _number(value: float, *, signed: bool) -> str:
@@ -156,11 +152,7 @@ def report(
     shown = ["## Figures\n\n" + "\n".join(f"![{caption}]({file})\n\n*{caption}.*\n" for caption, file in pictures)]
     text = "\n".join([_preface(views, how, command), *(markdown(view) for view in views), *(shown if pictures else [])])
     if path is not None:
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(Path(path), text.encode())
-        except OSError as error:
-            raise SpecError(f"cannot write the report {path}: {error.strerror}") from None
+        write(path, text)
     return text
 
 
@@ -169,36 +161,31 @@ def _preface(views: Sequence[View], how: Protocol, command: str) -> str:
     needed = {name_of(answer.cell, seed, how) for answer in answers for seed in how.seeds}
     lines = {name: line for view in views for name, line in view.lines.items()}
     finished = sum("result" in line for line in lines.values())
-    seeds = ", ".join(str(seed) for seed in how.seeds)
-    failed = f", {len(lines) - finished} failed" if len(lines) > finished else ""
-    text = [
-        "# The paper's tables and ours" + (" (smoke runs)" if how.scale == "smoke" else ""),
-        "",
-        f'{finished} of {len(needed)} runs are done{failed}; cells without one say "not run". Ours is the mean over '
-        f"seeds {seeds} ± the half width of its 95 % interval (Student's t), where there is more than one."
-        + (f" *Last five*: mean of the last {LAST} evaluations." if how.last == 1 else "")
-        + (" *Untuned*: the last round of runs at the defaults, where there are some." if how.tuned else ""),
-        "",
-    ]
+    figures = [figure for answer in answers for figure in answer.figures]
+    return filled(
+        "paper.md", title_end=_title_end(how), finished=finished, needed=len(needed), failed=len(lines) - finished,
+        how=how, averaged=any(each.last is not None for each in figures), last=LAST,
+        untuned=any(each.untuned is not None for each in figures), other_rounds=_other_rounds(answers, how),
+        protocol=told_protocol(how), command=command,
+    )  # fmt: skip
+
+
+def _title_end(how: Protocol) -> str:
+    """Say in a title what sets its runs apart from the paper's and the other pages'."""
     if how.scale == "smoke":
-        text += ["These runs are of other data, two rounds and a tiny network: they show that every cell can be run, "
-                 "and say nothing about the paper's numbers.", ""]  # fmt: skip
-    else:
-        text += [
-            "The paper's figures are of one run each (seed 777), at the last round, without validation data; which "
-            "hyper-parameters were chosen is not published. Its unseen clients come from the same distribution as the "
-            "participating ones. Footnotes say what is doubtful about a number or a row; what they say of ours holds "
-            "under our default rules, not under `variant=released`.",
-            "",
-            "A difference is ours less the paper's. **Bold**: beyond noise, by Student's interval for one more run "
-            "where there are several seeds, and by a bootstrap over clients where there is one, which leaves out the "
-            "noise of training and is a lead, no more. Plain: within it. (In brackets): one seed, noise unknown.",
-            "",
-        ]
-    text += [f"Protocol: {told_protocol(how)}."]
-    if command:
-        text += ["", f"Written by `{command}`."]
-    return "\n".join(text) + "\n"
+        return " (smoke runs)"
+    told = [f"after {how.rounds:,} rounds"] if how.rounds else []
+    told += ["with tuned settings"] if how.tuned is not None else []
+    told += ["with options changed after validation"] if how.overrides else []
+    return "".join(f", {each}" for each in told)
+
+
+def _other_rounds(answers: Sequence[Measured], how: Protocol) -> str:
+    """Return the paper's rounds where ours were asked for others, and nothing where they are the same."""
+    if not how.rounds:
+        return ""
+    theirs = {answer.cell.settings["rounds"] for answer in answers if "rounds" in answer.cell.settings} - {how.rounds}
+    return " or ".join(f"{rounds:,}" for rounds in sorted(theirs))
 
 
 def told_protocol(how: Protocol) -> str:
