@@ -210,6 +210,7 @@ HOSTILE = {
     "shape bomb beside 0": (sealed(("a", entry(shape=(0, 2**61, 2**61), end=0)), payload=b""), "improper shape"),
     "place is negative": (sealed(("a", entry(begin=-4, end=0))), "improper place"),
     "place is one number": (sealed(("a", entry() | {"data_offsets": [4]})), "improper place"),
+    "place is too long": (sealed(("a", entry(end=8)), payload=b"\0" * 8), "a takes 8 bytes instead of 4"),
     "place is turned round": (sealed(("a", entry(begin=4, end=0))), "a takes -4 bytes instead of 4"),
     "tensors overlap": (sealed(("a", entry()), ("b", entry(begin=2, end=6)), payload=b"\0" * 6), "byte 4 is next"),
     "tensors share bytes": (sealed(("a", entry()), ("b", entry())), "b begins at byte 0, where byte 4 is next"),

@@ -21,6 +21,13 @@ if os.fork() == 0:
 LAUNCH = """
 warm.ForkExecutor(lambda *_: child()).launch(None)
 """
+SERVER = """
+from types import SimpleNamespace
+from metavd.flower import server
+if os.fork() == 0:
+    server.plan = lambda config: child()
+    server.main(None, SimpleNamespace(run_config={}))
+"""
 PARENT = """
 import os, time
 from metavd.flower import parent, warm
@@ -43,11 +50,14 @@ def state(pid: int) -> str:
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc").exists(), reason="processes are looked for in /proc")
 @pytest.mark.parametrize(
-    "start", [FORK.format(how="parent.die_with(starter)"), FORK.format(how="parent.watch_parent()"), LAUNCH],
-    ids=["die_with", "watch_parent", "launch"],
+    "start", [FORK.format(how="parent.die_with(starter)"), FORK.format(how="parent.watch_parent()"), LAUNCH, SERVER],
+    ids=["die_with", "watch_parent", "launch", "server"],
 )  # fmt: skip
 def test_a_process_ends_with_its_parent(start: str) -> None:
-    """Also where the parent is killed, and where nobody has waited for it yet; an app ends with its executor."""
+    """Also where the parent is killed, and where nobody has waited for it yet; an app ends with its executor.
+
+    The ServerApp sees to it itself, too: not every executor does, nor every system.
+    """
     command = [sys.executable, "-c", PARENT.format(start=start)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -126,6 +126,24 @@ def test_what_came_later_renames_no_stored_run(monkeypatch: pytest.MonkeyPatch) 
     assert spec_hash(replace(base, options={**base.options, "clip": 6.0})) != wanted
 
 
+def test_a_setting_that_came_later_names_another_run_where_it_is_used() -> None:
+    """Law: what goes without saying at its default is not left out at another value, of no field and no option."""
+    base = resolve(Experiment(method="fedavg", **TINY))
+    given = {
+        "aggregate": "median", "max_share": 2.0, "attack": "sign-flip:0.5", "valid_rows": "uniform",
+        "valid_clients": 1, "final_clients": 2, "weights_content": "0" * 12,
+    }  # fmt: skip
+    assert set(given) == {name for name, setting in SETTINGS.items() if setting.later} - RUNTIME
+    options = {
+        name: {**base.options, name: next(value for value in (*(each.allowed or ()), 0.5, 2) if value != each.default)}
+        for name, each in methods.options_of("fedavg").items() if each.later
+    }  # fmt: skip
+    assert options
+    others = [replace(base, **{name: value}) for name, value in given.items()]
+    others += [replace(base, options=each) for each in options.values()]
+    assert len({spec_hash(each) for each in (base, *others)}) == 1 + len(others)
+
+
 def test_choices_are_the_modules_own() -> None:
     """Words that are only known where they are used: every one is taken."""
     from metavd.data.partition import TEST_ROWS

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metavd import methods
+from metavd.errors import SpecError
+from metavd.runs.settings import RUNTIME, SETTINGS
 from metavd.runs.store import StoreError
+from metavd.schema import Option
 from metavd.studies.lines import append, complete, identity, read
 
 MAML = {"method": "maml", "data": "digits", "seed": 777}
@@ -31,6 +35,23 @@ def test_a_run_is_named_by_what_it_computes() -> None:
     assert first == identity(dict(reversed(MAML.items())))
     others = [identity(MAML | {"seed": 778}), identity(MAML, "smoke"), identity(MAML | {"lr": 0.03})]
     assert len({first, *others}) == 4
+
+
+def other(setting: Option) -> Any:
+    """Return a value that a setting may have and does not have by default."""
+    some = [*(setting.allowed or ()), 0.25, 0.5, 2, "false", "true", "median", "sign-flip:0.5", "mlp"]
+    for value in some:
+        with suppress(SpecError):
+            if (found := setting.check(value)) != setting.default:
+                return found
+    raise AssertionError(f"no other value of {setting.name}")
+
+
+def test_every_setting_and_option_is_part_of_the_name() -> None:
+    """Law: two runs that differ in one field that decides what is computed, or in one option, are two runs."""
+    fields = [each for name, each in SETTINGS.items() if name not in RUNTIME | {"method"}]
+    changed = [MAML | {each.name: other(each)} for each in (*fields, *methods.options_of("maml").values())]
+    assert len({identity(MAML), *map(identity, changed)}) == 1 + len(changed)
 
 
 def test_a_default_said_aloud_is_the_same_run() -> None:
