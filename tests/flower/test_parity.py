@@ -109,6 +109,14 @@ def test_half_precision_halves_the_bytes(federate, tmp_path: Path):
     assert abs(half["test"]["nll"] - whole["test"]["nll"]) < 0.1
 
 
+def test_what_is_rounded_on_the_way_is_no_clients_doing(federate, tmp_path: Path):
+    """Clients that learn nothing leave the model as it was: they began at what was sent, rounded to float16 or not."""
+    still = {"method": "fedavg", "set": f"{SMALL} lr=0", "rounds": 2}
+    began = federate(FakeGrid(shares(3)), **still)
+    ended = federate(FakeGrid(shares(3)), **still, half=True, out=str(tmp_path / "half"))
+    assert ended["model_sha256"] == began["model_sha256"]
+
+
 def test_a_rehearsal_is_the_simulators_run(tmp_path: Path):
     """Sites by name, the run config as keywords: the bits of the simulator."""
     sites = {name: {"partition-id": index} for index, name in enumerate(("north", "east", "south"))}

@@ -11,7 +11,7 @@ import pytest
 
 from metavd import methods
 from metavd.cli import main
-from metavd.studies.arena import BEST, name_of, page, plan
+from metavd.studies.arena import BEST, lineup, name_of, page
 from metavd.studies.lines import identity
 from metavd.studies.pairs import pair
 
@@ -61,7 +61,7 @@ def test_several_seeds_have_an_interval_and_the_best_is_bold(tmp_path: Path) -> 
 
 def test_a_plan_says_what_is_run_and_where(tmp_path: Path) -> None:
     """By hand: two methods, two protocols, two seeds; an option that one method knows is for that one."""
-    planned = plan(
+    planned = lineup(
         ["fedavg", "fedprox"], {"data": "digits", "mu": 0.5, "seed": "3", "device": "cpu", "method": "maml"},
         protocols=["independent", "consistent"], seeds=2,
     )  # fmt: skip
@@ -76,8 +76,8 @@ def test_a_plan_says_what_is_run_and_where(tmp_path: Path) -> None:
         own = {"mu": 0.5} if method == "fedprox" else {}
         assert task == {"data": "digits", "method": method, "test_rows": protocol, "seed": seed, **own}
     assert planned.told == ()
-    assert {method for method, *_ in plan(["best"], {}, protocols=["consistent"]).tasks} == set(BEST)
-    (said,) = plan(["fedavg"], {}, protocols=["consistent"], tuned=tmp_path).told
+    assert {method for method, *_ in lineup(["best"], {}, protocols=["consistent"]).tasks} == set(BEST)
+    (said,) = lineup(["fedavg"], {}, protocols=["consistent"], tuned=tmp_path).told
     assert said.endswith("nothing was tuned for these, so its defaults")
 
 

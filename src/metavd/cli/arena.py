@@ -47,7 +47,7 @@ def arena_command(
         raise SpecError(f"--picture is {picture!r}, but its name must end in {', '.join(_PICTURES)}")
     if not names and not (page or which or picture):
         raise SpecError("arena needs at least one method, for example metavd arena fedavg fedrep, or --page")
-    planned = later.studies_arena.plan(
+    planned = later.studies_arena.lineup(
         names, settings_of(config, [*pairs, *more], given), protocols=[part.strip() for part in protocols.split(",")],
         seeds=seeds, unknown=unknown, tuned=tuned_folder(tuned=tuned, tuned_from=tuned_from),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from ..engine.task import Task
 from ..engine.turn import Moment
 from ..runs.settings import Experiment
 from ..tree import Params
-from ..wire import Expected, Guard, Rejected, Reply, encode, traffic
+from ..wire import Expected, Guard, Rejected, Reply, decode, encode, traffic
 from .config import FederationError, RunConfig
 from .fleet import Fleet, exchange
 from .message import Order, cleaned, payload, read_reply, write_order
@@ -145,7 +145,9 @@ def _attempt(
     messages = {}
     for client in asked:
         if client not in have.sent:
-            have.sent[client] = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+            made = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+            # What arrives is what the server later takes the difference to, so it is rounded here as it is there.
+            have.sent[client] = decode(encode(made, half=True), like=made) if config.half else made
         params = encode(have.sent[client], half=config.half)
         have.counted.setdefault(client, [0, 0])[0] += len(params)
         order = Order(

@@ -77,8 +77,8 @@ Key = tuple[str, str, int]
 """Method, protocol and seed."""
 
 
-class Plan(NamedTuple):
-    """What is to be run; `plan` makes one and checks it."""
+class Lineup(NamedTuple):
+    """What is to be run; `lineup` makes one and checks it."""
 
     tasks: dict[Key, dict[str, Any]]
     where: dict[str, Any]
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     """Where tuned settings come from, a sentence for each method and protocol."""
 
 
-def plan(
+def lineup(
     names: Sequence[str],
     settings: Mapping[str, Any],
     *,
@@ -95,7 +95,7 @@ def plan(
     seeds: int = 1,
     unknown: str | None = None,
     tuned: str | Path | None = None,
-) -> Plan:
+) -> Lineup:
     """Return what is to be run, or say in one sentence what is wrong with it.
 
     Args:
@@ -124,7 +124,7 @@ def plan(
         told += [] if chosen is None else [tuned_told(asked, found)]
         whole = applied(found, own) | {"method": name, "test_rows": protocol}
         tasks |= {(name, protocol, seed): {**whole, "seed": seed} for seed in range(first, first + seeds)}
-    return Plan(tasks, where, tuple(told))
+    return Lineup(tasks, where, tuple(told))
 
 
 def _check(names: Sequence[str], settings: Mapping[str, Any], unknown: str | None) -> None:
