@@ -71,6 +71,14 @@ def test_lists_of_tensors_are_copied_and_summed():
     assert sums[1].isnan()
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_a_convolution_takes_another_weight(mode):
+    """As the layer with that weight, whatever its padding."""
+    layer, other = (torch.nn.Conv2d(2, 4, 3, 2, (1, 2), groups=2, padding_mode=mode) for _ in range(2))
+    x = torch.randn(3, 2, 8, 7)
+    assert torch.equal(compat.convolve(layer, x, other.weight, other.bias), other(x))
+
+
 # --- torch's compiler ------------------------------------------------------------------------------------------------
 
 UNLOADED = """

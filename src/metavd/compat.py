@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 # torch: transforms, trees and lists of tensors
@@ -67,6 +67,14 @@ def absolute_sums(values: Sequence[Tensor]) -> list[Tensor]:
     torch 2.13. A loop over `Tensor.norm(1)` is the same in one launch per tensor.
     """
     return list(torch._foreach_norm(list(values), 1))
+
+
+def convolve(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a convolutional layer with another weight and bias than its own.
+
+    torch 2.13. It is what the layer's own forward calls; without it every padding mode would be written anew here.
+    """
+    return layer._conv_forward(x, weight, bias)
 
 
 # torch: its compiler
