@@ -111,7 +111,7 @@ def test_clients_frame(result: Any) -> None:
 
 def test_without_pandas_a_sentence(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(UserError, match=r"a frame needs pandas; install it, or use the rows"):
+    with pytest.raises(UserError, match=r"a frame needs the package pandas .*; install it with pip install pandas"):
         result.clients_frame()
 
 

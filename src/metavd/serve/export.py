@@ -6,7 +6,6 @@ The packages onnx, onnxruntime and onnxscript (ONNX) and pyarrow (Parquet) are o
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
 import logging
@@ -27,6 +26,7 @@ from ..core.gp_slots import POINTS
 from ..core.posterior import per_weight
 from ..data.partition import some
 from ..errors import UserError
+from ..extras import need
 from ..tree import Params
 from .model import Personal, Prediction
 from .samples import Samples, described, domain_number
@@ -44,14 +44,6 @@ _FIGURES = (
     ("mce_top1", "the same in the worst bin"),
 )
 LICENCE = "not chosen yet; whoever publishes this model fills this in"
-
-
-def need(name: str, extra: str, what: str) -> Any:
-    """Import an optional package, or say how to get it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UserError(f"{what} needs the package {name}; install it with pip install 'metavd[{extra}]'") from None
 
 
 def check_path(path: Path, kinds: Sequence[str], kind: str | None = None) -> str:
