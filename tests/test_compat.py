@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import os
 import re
 import subprocess
 import sys
@@ -107,6 +108,80 @@ assert torch._dynamo.config is real
 def test_the_compiler_is_not_loaded_for_a_gradient_and_there_for_whoever_wants_it():
     """In one process: torch alone would load it, within the context it does not, and the real one is given out."""
     subprocess.run([sys.executable, "-c", UNLOADED], check=True, timeout=600)
+
+
+# --- Triton ----------------------------------------------------------------------------------------------------------
+
+COMPILED = """
+import io, sys
+from contextlib import redirect_stdout
+import torch, triton
+import triton.language as tl
+from metavd import compat
+
+@triton.jit
+def doubled(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+def compiled(said, block=64):
+    with redirect_stdout(said):
+        return compat.compile_kernel(doubled, (1,), (torch.ones(64), torch.ones(64)), {"BLOCK": block})
+
+assert not compat.is_interpreted()
+with compat.absent_gpu(90):
+    said = io.StringIO()
+    made = compiled(said)
+    found = compat.anatomy(made, said.getvalue())
+    assert compiled(io.StringIO()) is made, "what is compiled is not compiled again"
+    assert compiled(io.StringIO(), 32) is not made
+assert found.name == "doubled" and list(found.signature) == ["x", "out", "BLOCK"], found
+assert found.signature["x"] == "*fp32" and found.warps == 4 and found.shared == 0, found
+assert 0 < found.registers < 255 and found.spilled == 0, found
+assert not triton.knobs.nvidia.dump_ptxas_log, "the settings are as before"
+"""
+
+
+def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path):
+    """And tells of what it made; in a process of its own, where it interprets nothing."""
+    pytest.importorskip("triton")
+    script = tmp_path / "script.py"  # Triton reads a kernel's source
+    script.write_text(COMPILED)
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, script], check=True, timeout=600, env=plain)
+
+
+def test_triton_says_whether_it_interprets(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert compat.is_interpreted()
+
+
+def test_what_launches_a_kernel_is_made_when_it_is_asked_for():
+    """On a GPU alone it can be; here that it is still a property, and of which name."""
+    compiler = pytest.importorskip("triton.compiler")
+    assert isinstance(compiler.CompiledKernel.run, property)
+    asked = []
+    compat.load_kernel(type("Kernel", (), {"run": property(asked.append)})())
+    assert len(asked) == 1
+
+
+# --- Linux -----------------------------------------------------------------------------------------------------------
+
+DYING = """
+import ctypes, signal
+from metavd import compat
+compat.kill_with_parent()
+told = ctypes.c_int()
+assert ctypes.CDLL(None).prctl(2, ctypes.byref(told)) == 0
+assert told.value == signal.SIGKILL
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot")
+def test_linux_is_told_to_kill_with_the_parent():
+    """PR_GET_PDEATHSIG tells what was asked for; test_warm.py lets a parent die."""
+    subprocess.run([sys.executable, "-c", DYING], check=True, timeout=600)
 
 
 # --- glibc -----------------------------------------------------------------------------------------------------------
