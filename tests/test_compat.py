@@ -6,6 +6,9 @@ import ast
 import ctypes
 import os
 import re
+import socket
+import ssl
+import struct
 import subprocess
 import sys
 import time
@@ -232,6 +235,37 @@ def test_a_machine_without_glibc_changes_nothing(monkeypatch):
 
 
 # --- Python ----------------------------------------------------------------------------------------------------------
+
+
+def handshake(meanwhile):
+    """Return what ends a handshake with somebody who never answers it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        meanwhile(client, other)
+        with client, other, pytest.raises(OSError, match=r".") as failed:
+            ssl.create_default_context().wrap_socket(client, server_hostname="nobody")
+    return failed.value
+
+
+def reset(_, other):
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "cut"),
+    [
+        (lambda _, other: other.shutdown(socket.SHUT_WR), True),
+        (reset, True),
+        (lambda client, _: client.settimeout(0.05), True),
+        (lambda _, other: other.send(b"HTTP/1.1 400 Bad Request"), False),
+    ],
+    ids=["closed", "reset", "timeout", "no TLS"],
+)
+def test_a_line_that_is_cut_in_a_handshake_is_told_from_a_wrong_peer(meanwhile, cut):
+    """The words of this Python and its OpenSSL."""
+    assert compat.line_is_cut(handshake(meanwhile)) is cut
 
 
 @pytest.mark.processes

@@ -265,6 +265,20 @@ def _glibc() -> ctypes.CDLL | None:
 # Python
 
 
+def line_is_cut(error: Exception) -> bool:
+    """Return whether an error says that the line is gone, and nothing about who is at its end.
+
+    Python 3.11 and OpenSSL 3.0, whose words stand in the errors of whoever is built on `ssl`, httpx for one.
+
+    >>> line_is_cut(OSError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol (_ssl.c:1006)"))
+    True
+    >>> line_is_cut(OSError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"))
+    False
+    """
+    said = str(error).lower()
+    return any(text in said for text in ("eof occurred", "connection reset", "handshake operation timed out"))
+
+
 def end_workers(pool: ProcessPoolExecutor) -> None:
     """End a pool's processes at once, whatever they are doing, and start nothing that waits.
 

@@ -31,8 +31,8 @@ def watch_parent() -> None:
     """End this process soon after its parent, also on systems and under executors that do not kill it.
 
     The parent is the one that `die_with` was told of, which may have ended since; under an executor of Flower's, who
-    is the parent now. Flower watches too, but it asks whether a process with that id exists, which a dead one does until it is waited
-    for, and then only interrupts the main thread, which may sit in a long wait.
+    is the parent now. Flower watches too, but it asks whether a process with that id exists, which a dead one does
+    until it is waited for, and then only interrupts the main thread, which may sit in a long wait.
     """
     (parent,) = _known or [os.getppid()]
 
