@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -81,6 +82,19 @@ def test_a_convolution_takes_another_weight(mode):
     layer, other = (torch.nn.Conv2d(2, 4, 3, 2, (1, 2), groups=2, padding_mode=mode) for _ in range(2))
     x = torch.randn(3, 2, 8, 7)
     assert torch.equal(compat.convolve(layer, x, other.weight, other.bias), other(x))
+
+
+def test_layers_of_a_kind_have_a_base():
+    """All that torch has of them by name."""
+    public = {name: kind for name, kind in vars(torch.nn).items() if isinstance(kind, type)}
+    norms = [kind for name, kind in public.items() if name.endswith(("BatchNorm", "BatchNorm1d", "BatchNorm2d"))]
+    drops = [kind for name, kind in public.items() if name.endswith(("Dropout", "Dropout1d", "Dropout2d"))]
+    assert len(norms) >= 5
+    assert len(drops) >= 5
+    assert all(compat.is_batch_norm(kind() if "Lazy" in kind.__name__ else kind(4)) for kind in norms)
+    assert all(compat.dropout_rate(kind(0.25)) == 0.25 for kind in drops)
+    assert not compat.is_batch_norm(torch.nn.GroupNorm(2, 4))
+    assert compat.dropout_rate(torch.nn.Linear(2, 2)) == 0
 
 
 # --- torch's compiler ------------------------------------------------------------------------------------------------
@@ -167,6 +181,16 @@ def test_what_launches_a_kernel_is_made_when_it_is_asked_for():
     asked = []
     compat.load_kernel(type("Kernel", (), {"run": property(asked.append)})())
     assert len(asked) == 1
+
+
+# --- dp-accounting --------------------------------------------------------------------------------------------------
+
+
+def test_an_accountant_holds_the_divergences_that_it_composes():
+    """A Gaussian mechanism with multiplier 2: order a has a / 8."""
+    dp_accounting = pytest.importorskip("dp_accounting")
+    near = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    assert compat.renyi(dp_accounting.GaussianDpEvent(2.0), near, [2, 3, 8]).tolist() == [0.25, 0.375, 1.0]
 
 
 # --- Linux -----------------------------------------------------------------------------------------------------------
@@ -290,33 +314,51 @@ def test_workers_end_at_once():
 # --- the law ---------------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(metavd.version.__file__).parent
-LIBRARIES = {"torch", "np", "numpy", "triton", "safetensors", "click", "rich", "matplotlib", "optuna", "sklearn"}
+OPEN = {"_replace", "_asdict", "_fields", "_exit"}
+"""Documented names that begin with an underscore: of named tuples, and of `os`."""
+DOCUMENTED = {
+    "flwr": {"flwr.app", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.clientapp", "flwr.simulation"},
+    "triton": {"triton", "triton.language", "triton.testing"},
+    "ctypes": set(),
+    "uvicorn": set(),
+    "starlette": set(),
+}
+"""Modules of libraries that mostly consist of an inside; of the others, what is private begins with an underscore."""
 
 
 def private(name: str) -> bool:
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compat.py" and path.parent.name != "flower"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
+def made_here(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines or assigns, attributes of its own objects among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compat.py"}
+OWN = {name for tree in TREES.values() for name in made_here(tree)} | OPEN
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_compat_leans_on_the_inside_of_a_library(path):
-    """Law: no other module names a private part of a library, or imports one."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in LIBRARIES:
-            inside = [*node.module.split("."), *(alias.name for alias in node.names)]
+    """Law: no other module names a private part that is not the package's own, or imports what is not documented."""
+    for node in ast.walk(TREES[path]):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            modules = [module, *(f"{module}.{alias.name}" for alias in node.names if module == "triton")]
+            names = [*module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+            names = [part for module in modules for part in module.split(".")]
         elif isinstance(node, ast.Attribute):
-            inside = ast.unparse(node).split(".")
-            inside = inside if inside[0] in LIBRARIES else []
+            names = [] if node.attr in OWN else [node.attr]
         else:
             continue
-        assert not [name for name in inside if private(name)], ast.unparse(node)
-
-
-def test_an_accountant_holds_the_divergences_that_it_composes():
-    """A Gaussian mechanism with multiplier 2: order a has a / 8."""
-    dp_accounting = pytest.importorskip("dp_accounting")
-    near = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    assert compat.renyi(dp_accounting.GaussianDpEvent(2.0), near, [2, 3, 8]).tolist() == [0.25, 0.375, 1.0]
+        assert not [name for name in names if private(name) and name != "__future__"], ast.unparse(node)
+        for module in modules:
+            assert module in DOCUMENTED.get(module.split(".")[0], {module}), ast.unparse(node)

@@ -81,6 +81,19 @@ def convolve(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return layer._conv_forward(x, weight, bias)
 
 
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Return whether a layer normalises by the rows of a batch.
+
+    torch 2.13, `_BatchNorm`, which is the base of the lazy ones and of people's own too; the public classes are not.
+    """
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+
+
+def dropout_rate(layer: nn.Module) -> float:
+    """Return the rate of a dropout layer, and 0 of any other. torch 2.13, `_DropoutNd`, the base of all of them."""
+    return float(layer.p) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0
+
+
 # torch: its compiler
 
 
