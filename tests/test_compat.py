@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import os
 import re
+import socket
+import ssl
+import struct
 import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -71,6 +76,27 @@ def test_lists_of_tensors_are_copied_and_summed():
     assert sums[1].isnan()
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+def test_a_convolution_takes_another_weight(mode):
+    """As the layer with that weight, whatever its padding."""
+    layer, other = (torch.nn.Conv2d(2, 4, 3, 2, (1, 2), groups=2, padding_mode=mode) for _ in range(2))
+    x = torch.randn(3, 2, 8, 7)
+    assert torch.equal(compat.convolve(layer, x, other.weight, other.bias), other(x))
+
+
+def test_layers_of_a_kind_have_a_base():
+    """All that torch has of them by name."""
+    public = {name: kind for name, kind in vars(torch.nn).items() if isinstance(kind, type)}
+    norms = [kind for name, kind in public.items() if name.endswith(("BatchNorm", "BatchNorm1d", "BatchNorm2d"))]
+    drops = [kind for name, kind in public.items() if name.endswith(("Dropout", "Dropout1d", "Dropout2d"))]
+    assert len(norms) >= 5
+    assert len(drops) >= 5
+    assert all(compat.is_batch_norm(kind() if "Lazy" in kind.__name__ else kind(4)) for kind in norms)
+    assert all(compat.dropout_rate(kind(0.25)) == 0.25 for kind in drops)
+    assert not compat.is_batch_norm(torch.nn.GroupNorm(2, 4))
+    assert compat.dropout_rate(torch.nn.Linear(2, 2)) == 0
+
+
 # --- torch's compiler ------------------------------------------------------------------------------------------------
 
 UNLOADED = """
@@ -99,6 +125,90 @@ assert torch._dynamo.config is real
 def test_the_compiler_is_not_loaded_for_a_gradient_and_there_for_whoever_wants_it():
     """In one process: torch alone would load it, within the context it does not, and the real one is given out."""
     subprocess.run([sys.executable, "-c", UNLOADED], check=True, timeout=600)
+
+
+# --- Triton ----------------------------------------------------------------------------------------------------------
+
+COMPILED = """
+import io, sys
+from contextlib import redirect_stdout
+import torch, triton
+import triton.language as tl
+from metavd import compat
+
+@triton.jit
+def doubled(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+def compiled(said, block=64):
+    with redirect_stdout(said):
+        return compat.compile_kernel(doubled, (1,), (torch.ones(64), torch.ones(64)), {"BLOCK": block})
+
+assert not compat.is_interpreted()
+with compat.absent_gpu(90):
+    said = io.StringIO()
+    made = compiled(said)
+    found = compat.anatomy(made, said.getvalue())
+    assert compiled(io.StringIO()) is made, "what is compiled is not compiled again"
+    assert compiled(io.StringIO(), 32) is not made
+assert found.name == "doubled" and list(found.signature) == ["x", "out", "BLOCK"], found
+assert found.signature["x"] == "*fp32" and found.warps == 4 and found.shared == 0, found
+assert 0 < found.registers < 255 and found.spilled == 0, found
+assert not triton.knobs.nvidia.dump_ptxas_log, "the settings are as before"
+"""
+
+
+def test_triton_compiles_for_a_gpu_that_is_not_there(tmp_path):
+    """And tells of what it made; in a process of its own, where it interprets nothing."""
+    pytest.importorskip("triton")
+    script = tmp_path / "script.py"  # Triton reads a kernel's source
+    script.write_text(COMPILED)
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, script], check=True, timeout=600, env=plain)
+
+
+def test_triton_says_whether_it_interprets(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert compat.is_interpreted()
+
+
+def test_what_launches_a_kernel_is_made_when_it_is_asked_for():
+    """On a GPU alone it can be; here that it is still a property, and of which name."""
+    compiler = pytest.importorskip("triton.compiler")
+    assert isinstance(compiler.CompiledKernel.run, property)
+    asked = []
+    compat.load_kernel(type("Kernel", (), {"run": property(asked.append)})())
+    assert len(asked) == 1
+
+
+# --- dp-accounting --------------------------------------------------------------------------------------------------
+
+
+def test_an_accountant_holds_the_divergences_that_it_composes():
+    """A Gaussian mechanism with multiplier 2: order a has a / 8."""
+    dp_accounting = pytest.importorskip("dp_accounting")
+    near = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    assert compat.renyi(dp_accounting.GaussianDpEvent(2.0), near, [2, 3, 8]).tolist() == [0.25, 0.375, 1.0]
+
+
+# --- Linux -----------------------------------------------------------------------------------------------------------
+
+DYING = """
+import ctypes, signal
+from metavd import compat
+compat.kill_with_parent()
+told = ctypes.c_int()
+assert ctypes.CDLL(None).prctl(2, ctypes.byref(told)) == 0
+assert told.value == signal.SIGKILL
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot")
+def test_linux_is_told_to_kill_with_the_parent():
+    """PR_GET_PDEATHSIG tells what was asked for; test_warm.py lets a parent die."""
+    subprocess.run([sys.executable, "-c", DYING], check=True, timeout=600)
 
 
 # --- glibc -----------------------------------------------------------------------------------------------------------
@@ -151,6 +261,37 @@ def test_a_machine_without_glibc_changes_nothing(monkeypatch):
 # --- Python ----------------------------------------------------------------------------------------------------------
 
 
+def handshake(meanwhile):
+    """Return what ends a handshake with somebody who never answers it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        meanwhile(client, other)
+        with client, other, pytest.raises(OSError, match=r".") as failed:
+            ssl.create_default_context().wrap_socket(client, server_hostname="nobody")
+    return failed.value
+
+
+def reset(_, other):
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "cut"),
+    [
+        (lambda _, other: other.shutdown(socket.SHUT_WR), True),
+        (reset, True),
+        (lambda client, _: client.settimeout(0.05), True),
+        (lambda _, other: other.send(b"HTTP/1.1 400 Bad Request"), False),
+    ],
+    ids=["closed", "reset", "timeout", "no TLS"],
+)
+def test_a_line_that_is_cut_in_a_handshake_is_told_from_a_wrong_peer(meanwhile, cut):
+    """The words of this Python and its OpenSSL."""
+    assert compat.line_is_cut(handshake(meanwhile)) is cut
+
+
 @pytest.mark.processes
 def test_workers_end_at_once():
     """A worker that would sleep for a minute is gone within seconds."""
@@ -173,33 +314,51 @@ def test_workers_end_at_once():
 # --- the law ---------------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(metavd.version.__file__).parent
-LIBRARIES = {"torch", "np", "numpy", "triton", "safetensors", "click", "rich", "matplotlib", "optuna", "sklearn"}
+OPEN = {"_replace", "_asdict", "_fields", "_exit"}
+"""Documented names that begin with an underscore: of named tuples, and of `os`."""
+DOCUMENTED = {
+    "flwr": {"flwr.app", "flwr.serverapp", "flwr.serverapp.strategy", "flwr.clientapp", "flwr.simulation"},
+    "triton": {"triton", "triton.language", "triton.testing"},
+    "ctypes": set(),
+    "uvicorn": set(),
+    "starlette": set(),
+}
+"""Modules of libraries that mostly consist of an inside; of the others, what is private begins with an underscore."""
 
 
 def private(name: str) -> bool:
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compat.py" and path.parent.name != "flower"],
-    ids=lambda path: str(path.relative_to(PACKAGE)),
-)
+def made_here(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines or assigns, attributes of its own objects among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py")) if path.name != "compat.py"}
+OWN = {name for tree in TREES.values() for name in made_here(tree)} | OPEN
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_compat_leans_on_the_inside_of_a_library(path):
-    """Law: no other module names a private part of a library, or imports one."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] in LIBRARIES:
-            inside = [*node.module.split("."), *(alias.name for alias in node.names)]
+    """Law: no other module names a private part that is not the package's own, or imports what is not documented."""
+    for node in ast.walk(TREES[path]):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            modules = [module, *(f"{module}.{alias.name}" for alias in node.names if module == "triton")]
+            names = [*module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+            names = [part for module in modules for part in module.split(".")]
         elif isinstance(node, ast.Attribute):
-            inside = ast.unparse(node).split(".")
-            inside = inside if inside[0] in LIBRARIES else []
+            names = [] if node.attr in OWN else [node.attr]
         else:
             continue
-        assert not [name for name in inside if private(name)], ast.unparse(node)
-
-
-def test_an_accountant_holds_the_divergences_that_it_composes():
-    """A Gaussian mechanism with multiplier 2: order a has a / 8."""
-    dp_accounting = pytest.importorskip("dp_accounting")
-    near = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    assert compat.renyi(dp_accounting.GaussianDpEvent(2.0), near, [2, 3, 8]).tolist() == [0.25, 0.375, 1.0]
+        assert not [name for name in names if private(name) and name != "__future__"], ast.unparse(node)
+        for module in modules:
+            assert module in DOCUMENTED.get(module.split(".")[0], {module}), ast.unparse(node)

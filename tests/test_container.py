@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metavd import container
-from metavd.container import DTYPES, ContainerError, Format, dump, load, payload_size, seal, write_atomic
+from metavd.container import DTYPES, ContainerError, Format, dump, load, load_foreign, seal, write_atomic
 
 NOTE = Format("note", 3, max_header=1 << 20)
 
@@ -34,6 +34,11 @@ def same(found, wanted):
 
 def raw(value):
     return value.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def payload_size(data):
+    """How many bytes of a container are not its header's."""
+    return len(data) - 8 - int.from_bytes(data[:8], "little")
 
 
 def some(shape, dtype, seed=0):
@@ -86,7 +91,7 @@ def test_layouts():
 
 def test_nothing_at_all():
     assert load(NOTE, dump(NOTE, {})) == ({}, {})
-    assert payload_size(NOTE, dump(NOTE, {})) == 0
+    assert payload_size(dump(NOTE, {})) == 0
 
 
 def test_equal_values_make_equal_bytes():
@@ -98,7 +103,7 @@ def test_equal_values_make_equal_bytes():
 
 def test_the_payload_is_the_tensors_bytes():
     held = mixed()
-    assert payload_size(NOTE, dump(NOTE, held)) == sum(value.nbytes for value in held.values())
+    assert payload_size(dump(NOTE, held)) == sum(value.nbytes for value in held.values())
 
 
 def test_safetensors_reads_it(tmp_path):
@@ -287,17 +292,72 @@ ENTRY = st.fixed_dictionaries({
 })  # fmt: skip
 
 
+@pytest.mark.parametrize("about", [None, {}, {"by": "them", "format": "pt"}], ids=str)
+def test_files_of_the_library_are_read(about, tmp_path):
+    """Every dtype, 0-d and empty tensors, with and without words, whatever the length of the header."""
+    for length in range(1, 10):
+        held = mixed() | {"n" * length: some((), torch.float32), "empty": some((0, 3), torch.float16)}
+        safetensors.torch.save_file(held, tmp_path / "theirs", about)
+        found = load_foreign((tmp_path / "theirs").read_bytes())
+        same(dict(sorted(found.items())), dict(sorted(held.items())))
+        assert all(value.data_ptr() % value.itemsize == 0 for value in found.values())
+    assert load_foreign(safetensors.torch.save({})) == {}
+
+
+def test_a_header_of_another_writer_is_read():
+    """Without words and without padding, so that the tensors' bytes are not aligned."""
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    values = torch.tensor([1.5, -2.0])
+    found = load_foreign(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    assert torch.equal(found["a"], values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda _: b"", "it has 0 bytes"),
+        (lambda _: b"no tensors here", "claims a header of"),
+        (lambda data: data[:40], "truncated"),
+        (lambda data: data[:-1], "claim 24 bytes, and it has 23"),
+        (lambda data: data + b" ", "claim 24 bytes, and it has 25"),
+        (lambda data: data.replace(b'"F32"', b'"F4 "'), "unknown dtype 'F4 '"),
+        (lambda data: data.replace(b"[2,3]", b"[2,4]"), "takes 24 bytes instead of 32"),
+        (lambda data: data.replace(b"{", b"[", 1), "not proper JSON"),
+        (lambda _: (4).to_bytes(8, "little") + b"[[]]", "not a JSON object"),
+        (lambda _: (2).to_bytes(8, "little") + b"[" * 2, "not proper JSON"),
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(spoil, says):
+    """In one sentence, and before memory is taken."""
+    with pytest.raises(ContainerError, match=says):
+        load_foreign(spoil(safetensors.torch.save({"a": torch.ones(2, 3)})))
+
+
+@given(st.binary(max_size=200), st.integers(0, 120))
+def test_no_foreign_bytes_break_the_reader(junk, at):
+    """Junk in the middle of a file is refused, or the library reads the same."""
+    data = safetensors.torch.save({"a": torch.ones(2, 3), "b": torch.ones(1, dtype=torch.bool)})
+    data = data[:at] + junk + data[at + len(junk) :]
+    try:
+        found = load_foreign(data)
+    except ContainerError:
+        return
+    theirs = safetensors.torch.load(data)
+    same(found, {name: theirs[name] for name in found})
+
+
 def survives(data):
     """Reading gives tensors that make sense, which the library agrees with, or ContainerError: nothing else."""
     try:
         found, about = load(NOTE, data)
     except ContainerError:
         return
-    assert sum(value.nbytes for value in found.values()) == payload_size(NOTE, data) < len(data)
+    assert sum(value.nbytes for value in found.values()) == payload_size(data) < len(data)
     again, words = load(NOTE, dump(NOTE, found, about))
     same(again, found)
     assert words == about
     theirs = safetensors.torch.load(data)
+    same(load_foreign(data), found)
     same({name: theirs[name].contiguous() for name in found}, found)
 
 

@@ -8,16 +8,20 @@ in `flower/`, whose version is fixed.
 from __future__ import annotations
 
 import ctypes
+import re
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import Any
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 # torch: transforms, trees and lists of tensors
@@ -69,6 +73,27 @@ def absolute_sums(values: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(list(values), 1))
 
 
+def convolve(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a convolutional layer with another weight and bias than its own.
+
+    torch 2.13. It is what the layer's own forward calls; without it every padding mode would be written anew here.
+    """
+    return layer._conv_forward(x, weight, bias)
+
+
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Return whether a layer normalises by the rows of a batch.
+
+    torch 2.13, `_BatchNorm`, which is the base of the lazy ones and of people's own too; the public classes are not.
+    """
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm)
+
+
+def dropout_rate(layer: nn.Module) -> float:
+    """Return the rate of a dropout layer, and 0 of any other. torch 2.13, `_DropoutNd`, the base of all of them."""
+    return float(layer.p) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0
+
+
 # torch: its compiler
 
 
@@ -104,6 +129,77 @@ def compiler_unloaded() -> Iterator[None]:
             del torch._dynamo
 
 
+# Triton
+
+
+def compile_kernel(jit: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]) -> Any:
+    """Compile what `jit[grid](*arguments, **constants)` would launch; return Triton's kernel.
+
+    Triton 3.9, `JITFunction.warmup`. Without it every kernel is compiled when it is first launched, one after another.
+    """
+    return jit.warmup(*arguments, grid=grid, **constants)
+
+
+def load_kernel(made: Any) -> None:
+    """Compile what launches a compiled kernel, too. Triton 3.9: its attribute `run` does it when it is first read."""
+    getattr(made, "run", None)
+
+
+class Anatomy(NamedTuple):
+    """What Triton knows of a compiled kernel."""
+
+    name: str
+    signature: Mapping[str, Any]
+    """Types of the arguments, by name."""
+    warps: int
+    shared: int
+    """Bytes of shared memory of a block."""
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of a thread that did not fit."""
+
+
+def anatomy(made: Any, said: str) -> Anatomy:
+    """Return what a compiled kernel is like; `said` is what was printed while it was compiled in `absent_gpu`.
+
+    Triton 3.9, `CompiledKernel.src` and `.metadata`, and the words of the ptxas that comes with it.
+    """
+    registers, spilled = (
+        sum(map(int, re.findall(pattern, said))) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill")
+    )
+    return Anatomy(
+        made.src.fn.__name__, made.src.signature, made.metadata.num_warps, made.metadata.shared, registers, spilled
+    )
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels and compiles none. Triton 3.9, `knobs.runtime.interpret`."""
+    from triton import knobs  # noqa: PLC0415  it need not be installed
+
+    return bool(knobs.runtime.interpret)
+
+
+@contextmanager
+def absent_gpu(capability: int) -> Iterator[None]:
+    """Let Triton compile for a GPU that is not there, anew, and print what the assembler thought of it.
+
+    Triton 3.9: its compiler asks the active driver for the three functions below, and the driver stays; `knobs.cache`
+    and `knobs.nvidia` with their `scope`. Without it kernels can be looked at on such a GPU alone.
+    """
+    from triton import knobs  # noqa: PLC0415
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.runtime import driver  # noqa: PLC0415
+
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(
+        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    )
+    with TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+        yield
+
+
 # dp-accounting
 
 
@@ -118,6 +214,21 @@ def renyi(event: Any, neighbours: Any, orders: Sequence[float]) -> np.ndarray:
     accountant = rdp.RdpAccountant(orders, neighbours)
     accountant.compose(event)
     return np.asarray(accountant._rdp)
+
+
+# Linux
+
+_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of sys/prctl.h."""
+
+
+def kill_with_parent() -> None:
+    """Let the system kill this process when the thread that has started it ends; only Linux can.
+
+    prctl(2), since Linux 2.1; Python has no function for it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 # glibc
@@ -165,6 +276,20 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 # Python
+
+
+def line_is_cut(error: Exception) -> bool:
+    """Return whether an error says that the line is gone, and nothing about who is at its end.
+
+    Python 3.11 and OpenSSL 3.0, whose words stand in the errors of whoever is built on `ssl`, httpx for one.
+
+    >>> line_is_cut(OSError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol (_ssl.c:1006)"))
+    True
+    >>> line_is_cut(OSError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"))
+    False
+    """
+    said = str(error).lower()
+    return any(text in said for text in ("eof occurred", "connection reset", "handshake operation timed out"))
 
 
 def end_workers(pool: ProcessPoolExecutor) -> None:

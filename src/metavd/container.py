@@ -161,7 +161,28 @@ def load(format: Format, data: bytes) -> tuple[Params, dict[str, str]]:
     if _digest([view[:_AT], view[_AT + _DIGITS :]]) != view[_AT : _AT + _DIGITS]:
         raise ContainerError(f"the {format.name} is damaged: its checksum does not match")
     header, words = _header(format, bytes(view[8:end]))
-    payload = view[end:]
+    return _tensors(format, header, view[end:]), words
+
+
+def load_foreign(data: bytes) -> Params:
+    """Return the tensors of anybody's safetensors file, which has no checksum; ContainerError where it is no such file.
+
+    >>> load_foreign(dump(Format("note", 1), {"a": torch.tensor([1.0, 2.0])}))
+    {'a': tensor([1., 2.])}
+    """
+    format = Format("file", 0)
+    if len(data) < 8:
+        raise ContainerError(f"it has {len(data)} bytes, fewer than any other")
+    end = _frame_end(format, data)
+    header = _json(format, data[8:end])
+    if not isinstance(header, dict):
+        raise ContainerError("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return _tensors(format, header, memoryview(data)[end:])
+
+
+def _tensors(format: Format, header: Mapping[str, Any], payload: memoryview) -> Params:
+    """Return what a header describes, once it describes all bytes and each once."""
     entries = {name: _entry(name, given) for name, given in header.items()}
     reached = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
@@ -170,12 +191,7 @@ def load(format: Format, data: bytes) -> tuple[Params, dict[str, str]]:
         reached = entry.end
     if reached != len(payload):
         raise ContainerError(f"the tensors of the {format.name} claim {reached} bytes, and it has {len(payload)}")
-    return {name: _tensor(name, entry, payload[entry.begin : entry.end]) for name, entry in entries.items()}, words
-
-
-def payload_size(format: Format, data: bytes) -> int:
-    """Return how many bytes of a container are the tensors'; the others are its header's."""
-    return len(data) - _header_end(format, data)
+    return {name: _tensor(name, entry, payload[entry.begin : entry.end]) for name, entry in entries.items()}
 
 
 def _header_end(format: Format, data: bytes) -> int:
@@ -184,6 +200,11 @@ def _header_end(format: Format, data: bytes) -> int:
         raise ContainerError(f"the {format.name} is truncated: it has {len(data)} bytes, fewer than any other")
     if data[8:_AT] != _START:
         raise ContainerError(f"this is not a {format.name} of metavd, or one of a version before {format.version}")
+    return _frame_end(format, data)
+
+
+def _frame_end(format: Format, data: bytes) -> int:
+    """Return where the header ends, which lies within the data."""
     length = int.from_bytes(data[:8], "little")
     if length > format.max_header:
         raise ContainerError(f"the {format.name} claims a header of {length} bytes; {format.max_header} are allowed")
@@ -196,13 +217,7 @@ def _header_end(format: Format, data: bytes) -> int:
 
 def _header(format: Format, text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the entries, unchecked, and the caller's texts."""
-    try:
-        check_depth(text)
-        header = json.loads(text, parse_constant=_no_number, object_pairs_hook=_unique)
-    except ContainerError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ContainerError(f"the header of the {format.name} is not proper JSON") from error
+    header = _json(format, text)
     words = header.pop("__metadata__")  # it is an object: so the text begins
     if not all(isinstance(word, str) for word in words.values()):
         raise ContainerError(f"the metadata of the {format.name} are not texts")
@@ -215,6 +230,16 @@ def _header(format: Format, text: bytes) -> tuple[dict[str, Any], dict[str, str]
         )
     del words["sha256"]
     return header, words
+
+
+def _json(format: Format, text: bytes) -> Any:
+    try:
+        check_depth(text)
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=_unique)
+    except ContainerError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ContainerError(f"the header of the {format.name} is not proper JSON") from error
 
 
 def check_depth(text: bytes, most: int = 16) -> None:

@@ -84,6 +84,12 @@ def tied_sequence():
     return module
 
 
+def repeated():
+    tanh = nn.Tanh()
+    return sequence(fc0=nn.Linear(4, 5), a=tanh, fc1=nn.Linear(5, 5), b=tanh, fc2=nn.Linear(5, 4), c=tanh,
+                    out=nn.Linear(4, 3))  # fmt: skip
+
+
 def image_net():
     return sequence(conv=nn.Conv2d(2, 3, 3, padding=1), a=nn.ReLU(), f=nn.Flatten(), fc=nn.Linear(48, 5), b=nn.Tanh(),
                     out=nn.Linear(5, 3))  # fmt: skip
@@ -93,6 +99,7 @@ NETS = {
     "sequential": (plain, ("fc1",), (4,)),
     "two noisy layers": (plain, ("fc0", "fc1"), (4,)),
     "out of order": (plain, ("fc2", "fc0"), (4,)),
+    "an activation at several places": (repeated, ("fc2",), (4,)),
     "nested": (nested, ("body.fc1",), (4,)),
     "unnamed": (unnamed, ("2",), (4,)),
     "convolution": (image_net, ("conv",), (2, 4, 4)),

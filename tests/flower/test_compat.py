@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import inspect
+import io
 import logging
+import sqlite3
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from flwr.app import Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.cli.run_utils import RunRow
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.cli.typing import SuperLinkConnection
 from flwr.cli.utils import init_http_client_from_connection
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL, HEARTBEAT_PATIENCE, Status, SubStatus
 from flwr.proto.control_pb2 import RegisterNodeRequest
-from flwr.supercore import heartbeat
-from flwr.supercore.constant import TaskType
-from flwr.supercore.error import ApiErrorCode
+from flwr.supercore import heartbeat, sql_mixin
+from flwr.supercore.constant import SUPERLINK_UVICORN_DEFAULT_PORT, SUPERNODE_UVICORN_DEFAULT_PORT, TaskType
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.exit import exit as leaving
+from flwr.supercore.retry import http_retry
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor import types
 from flwr.superlink import main as superlink
@@ -27,8 +37,11 @@ from flwr.superlink.runtime import run_serverapp
 from flwr.supernode import fleet_http_connection, start_client_internal
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.runtime import run_clientapp
+from rich.console import Console
+from rich.panel import Panel
 
 from metavd.flower import compat
+from metavd.flower.config import SERVER_APP, write_app
 from metavd.flower.link import Door
 from metavd.flower.warm import ForkExecutor
 
@@ -76,6 +89,32 @@ def test_log_sentences(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_failure() -> None:
     assert 'details = f"ServerApp failed with exception: {str(ex)}"' in code(run_serverapp)
+
+
+def test_started_run() -> None:
+    assert 'message = f"Successfully started run {res.run_id}"' in code(import_module("flwr.cli.run.run"))
+
+
+def test_listed_runs() -> None:
+    """Flower's own words for runs that stand so, read again."""
+    ls = import_module("flwr.cli.ls")
+    ended = f"{Status.FINISHED}:{SubStatus.COMPLETED}", f"{Status.FINISHED}:{SubStatus.FAILED}", Status.RUNNING
+    others = {field.name: 0 for field in dataclasses.fields(RunRow)}
+    rows = [RunRow(**others | {"fab_id": "a/b", "status_text": each, "details": "why"}) for each in ended]
+    found = compat.listed_runs("Loading project configuration...\n" + ls._to_json(rows))
+    assert [(each.ended, each.completed, each.why) for each in found] == [
+        (True, True, "why"), (True, False, "why"), (False, False, "why"),
+    ]  # fmt: skip
+    for said in ("no JSON", '{"success": false, "error-message": "│ no SuperLink │"}'):
+        with pytest.raises(ValueError, match=r"no JSON|^no SuperLink$"):
+            compat.listed_runs(said)
+
+
+def test_plain() -> None:
+    """Errors of its command line stand in a frame."""
+    console = Console(file=(out := io.StringIO()), width=40)
+    console.print(Panel("no such app", title="Error"))
+    assert compat.plain(out.getvalue()) == "Error no such app"
 
 
 def test_reason() -> None:
@@ -152,13 +191,64 @@ def test_watched_protocol() -> None:
         assert seen in text
 
 
+def test_ports_heartbeats_and_intervals() -> None:
+    assert (SUPERLINK_UVICORN_DEFAULT_PORT, SUPERNODE_UVICORN_DEFAULT_PORT) == (8000, 9094)
+    assert (compat.LINK_PORT, compat.NODE_PORT) == ("8000", "9094")
+    assert (HEARTBEAT_MIN_INTERVAL, HEARTBEAT_PATIENCE) == (compat.HEARTBEAT, 2)
+    assert run_superexec._TASK_POLL_INTERVAL_ENV == compat.TASK_INTERVAL
+
+
+def test_write_log(tmp_path: Path) -> None:
+    """Flower opens its database so that what was written last lies in a file beside it."""
+    database = tmp_path / "state.db"
+    with contextlib.closing(sqlite3.connect(database)) as link:
+        sql_mixin._set_sqlite_pragmas(link, None)
+        link.execute("CREATE TABLE t (a)")
+        link.commit()
+        assert compat.write_log(database).stat().st_size
+    assert "_set_sqlite_pragmas" in code(sql_mixin.SqlMixin)
+
+
+def test_refused_status() -> None:
+    """A node that is told 401 ends; one that is not let in is told so and tries again, as Flower does for neither."""
+    assert "status_code == httpx.codes.UNAUTHORIZED" in code(http_retry)
+    assert (compat.refused_status(f"{compat.FLEET}activate-node"), compat.refused_status(compat.FLEET)) == (400, 401)
+
+
+def test_refusal_and_its_body() -> None:
+    """What the door answers is an error to a node of Flower's, and what Flower answers one to a node of ours."""
+    error = FlowerError.from_json(compat.refusal_body("stay out").decode())
+    assert error is not None
+    assert (error.code, error.message) == (ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "stay out")
+    response = httpx.Response(400, json=error.to_json("stay out"))
+    assert compat.refusal(SimpleNamespace(response=response)) == "stay out"
+    assert compat.refusal(SimpleNamespace(response=httpx.Response(502, text="no"))) == compat.refusal(None) == ""
+
+
+def test_refused() -> None:
+    assert "except httpx.HTTPStatusError as exc:" in code(fleet_http_connection)
+    assert compat.refused() is httpx.HTTPStatusError
+
+
 def test_stranger() -> None:
     """Flower still asks what the door asks before it; test_door.py asks a real SuperLink."""
     text = code(node_auth.authenticate_node)
     for seen in ("FLEET_HTTP_PUBLIC_KEY_HEADER", "FLEET_HTTP_SIGNATURE_HEADER", "TIMESTAMP_HEADER",
                  "get_node_id_by_public_key", "verify_signature", "-SYSTEM_TIME_TOLERANCE"):  # fmt: skip
         assert seen in text
-    assert ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED == compat.NOT_ACTIVATED
+    assert ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED == compat._NOT_ACTIVATED
+
+
+def test_app_parts(tmp_path: Path) -> None:
+    """Of a bundle that Flower builds: of a config alone, and of one with code beside."""
+    for code_of_its_own in (set(), {"own/server.py"}):
+        folder = write_app(tmp_path / str(len(code_of_its_own)))
+        for name in code_of_its_own:
+            (folder / name).parent.mkdir()
+            (folder / name).write_text("app = None\n")
+        fab = build_fab_from_disk(folder)
+        assert compat.app_parts(fab) == (code_of_its_own, SERVER_APP)
+        assert compat.app_hash(folder) == compat.app_hash(fab)
 
 
 def test_app_hash() -> None:

@@ -24,6 +24,8 @@ from metavd.flower.registry import load
 from metavd.flower.server import RELEASES
 from metavd.runs.store import Store
 
+from .support.processes import start_run
+
 pytestmark = pytest.mark.processes
 NAMES = ("anna", "bert", "cleo")
 PATIENCE = 300
@@ -132,7 +134,7 @@ def test_a_run_that_fails_says_so_in_a_sentence(local, tmp_path):
     """`metavd federate run` answers 1 with the ServerApp's own words, here of a folder that somebody else holds."""
     folder = tmp_path / "taken"
     with Store(folder).lock():
-        process = local.start_run("failed", config(folder, "fedavg", "unseen=0", rounds=1) | {"join-timeout": 1.0})
+        process = start_run(local, "failed", config(folder, "fedavg", "unseen=0", rounds=1) | {"join-timeout": 1.0})
         assert process.wait(PATIENCE) == 1, local.log("failed")
     said = local.log("failed")
     assert f"another process ({os.getpid()}) is writing to {folder}; waiting at most 1 s until it ends" in said
@@ -149,7 +151,7 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     folder = tmp_path / "killed"
     asked = config(folder, "fedper+metavd", SMALL, rounds=4)
     earlier = len(local.log("superlink"))
-    following = local.start_run("killed", asked)
+    following = start_run(local, "killed", asked)
     rounds = Store(folder).read_rounds
     until(lambda: len(rounds()) >= 2, local, "killed")
     server_app = int((folder / ".lock").read_text())
@@ -164,7 +166,7 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     assert 2 <= len(rounds()) < 4
     local.link()
     local.node("cleo", {"partition-id": 2, "name": "cleo"})
-    assert local.start_run("again", asked).wait(PATIENCE) == 0, local.log("again")
+    assert start_run(local, "again", asked).wait(PATIENCE) == 0, local.log("again")
     assert "going on after round" in local.log("again")
     assert [each["round"] for each in rounds()] == [*range(1, 5)]
     members = load(folder / "registry.json").members
@@ -188,7 +190,7 @@ def test_a_killed_superlink_forgets_no_release_and_the_budget_ends_the_run(local
     two = Mechanism(noise=2.0, **clients).spent({2.0: 2})
     folder = tmp_path / "budget"
     asked = config(folder, "fedavg+dp", f"{SMALL} noise=2 epsilon={1.01 * two:.3f}", rounds=6) | {"eval-every": 1}
-    following = local.start_run("budget", asked)
+    following = start_run(local, "budget", asked)
     until(lambda: released(folder) >= 1, local, "budget")
     server_app = int((folder / ".lock").read_text())
     local.stop("superlink", how=signal.SIGKILL)
@@ -196,7 +198,7 @@ def test_a_killed_superlink_forgets_no_release_and_the_budget_ends_the_run(local
     assert following.wait(PATIENCE) == 1, local.log("budget")
     before = released(folder)
     local.link()
-    assert local.start_run("budget again", asked).wait(PATIENCE) == 0, local.log("budget again")
+    assert start_run(local, "budget again", asked).wait(PATIENCE) == 0, local.log("budget again")
     said, result = local.log("budget again"), Store(folder).read_result()
     done = int((re.search(r"going on after round (\d+)", said) or [0, 0])[1])
     assert "the privacy budget is spent: 2 rounds took" in said

@@ -27,8 +27,9 @@ from flwr.superlink.routers.fleet import node_auth
 
 from metavd.cli import main
 from metavd.flower import apps, compat, security
+from metavd.flower.compat import FLEET, HEALTH
 from metavd.flower.config import FederationError, app_toml
-from metavd.flower.link import BODY, FLEET, Door, Turnstile, owner
+from metavd.flower.link import BODY, Door, Turnstile, owner
 from metavd.flower.local import HOST, LocalFederation, federation
 
 MB = 1 << 20
@@ -389,6 +390,6 @@ def test_flower_still_has_the_paths_that_the_door_knows():
     from flwr.superlink.main import create_app
 
     paths = set(create_app().openapi()["paths"])
-    outside = {path for path in paths if path.startswith((FLEET, "/health"))}
-    assert {"/v1/fleet/pull-messages", "/v1/fleet/push-object", "/health"} <= outside
+    outside = {path for path in paths if path.startswith((FLEET, HEALTH))}
+    assert {ACTIVATE, "/v1/fleet/pull-messages", "/v1/fleet/push-object", HEALTH} <= outside
     assert not any("control" in path or "runtime" in path for path in outside)

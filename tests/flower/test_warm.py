@@ -70,6 +70,32 @@ def test_a_process_ends_with_its_parent(start: str) -> None:
             time.sleep(0.02)
 
 
+ORPHAN = """
+import os, time
+from metavd.flower import parent
+starter = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == starter:
+    time.sleep(0.01)
+parent.kill_with_parent = lambda: None
+os.getppid, asked = lambda: starter, os.getppid
+parent.die_with(starter)
+os.getppid = asked
+parent.watch_parent()
+time.sleep(20)
+print("alive")
+"""
+
+
+@pytest.mark.processes
+def test_an_orphan_does_not_take_its_new_parent_for_the_one_that_started_it() -> None:
+    """Where the system kills nobody, and the parent ends between the two calls."""
+    found = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=False, timeout=600)
+    assert found.stdout == ""
+    assert "the process that started this one is gone" in found.stderr
+
+
 @pytest.mark.processes
 def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     """The system tells only of what happens after it was asked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_clients_frame(result: Any) -> None:
 
 def test_without_pandas_a_sentence(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(UserError, match=r"a frame needs pandas; install it, or use the rows"):
+    with pytest.raises(UserError, match=r"a frame needs the package pandas .*; install it with pip install pandas"):
         result.clients_frame()
 
 
@@ -329,9 +330,24 @@ def test_weights_that_do_not_fit(
     assert not (tmp_path / "run").exists()
 
 
-def test_no_file_and_no_safetensors(tmp_path: Path) -> None:
+def test_no_file_and_no_safetensors(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read: No such file"):
         begun(tmp_path / "nowhere.safetensors")
     (tmp_path / "text").write_text("no tensors here")
     with pytest.raises(SpecError, match="is no safetensors file"):
         begun(tmp_path / "text")
+    save_file(weights, tmp_path / "cut")
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-4])
+    with pytest.raises(SpecError, match=r"is no safetensors file \(the tensors of the file claim \d+ bytes"):
+        begun(tmp_path / "cut")
+
+
+def test_a_plain_installation_reads_weights(
+    weights: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The safetensors library comes with none of our extras."""
+    save_file(weights, tmp_path / "w")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    params = start(begun(tmp_path / "w")).params
+    assert all(torch.equal(params[name], value) for name, value in weights.items())

@@ -14,13 +14,10 @@ import argparse
 import io
 import json
 import math
-import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -28,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..core.types import NonFiniteError
 from ..data.source import Source, arrays
 from ..engine.cohorts import round_of
@@ -36,6 +34,7 @@ from ..engine.schedule import Schedule
 from ..engine.schedule.graph import stepwise
 from ..engine.schedule.vmap import all_at_once, whole_turns
 from ..errors import UserError
+from ..extras import need
 from ..ops import device
 from ..runs.settings import Experiment
 from ..runs.setup import prepare, start
@@ -174,56 +173,29 @@ def every_launch(scenes: Sequence[Scene] = SCENES, clients: int = 2) -> Iterator
     yield from (("beside", launch) for launch in beside(clients))
 
 
-@contextmanager
-def _absent_gpu(capability: int) -> Iterator[None]:
-    """Let Triton compile for a GPU that is not there, anew, and say what the assembler thought of it."""
-    from triton import knobs  # noqa: PLC0415  it need not be installed
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
-    from triton.runtime import driver  # noqa: PLC0415
-
-    if knobs.runtime.interpret:
-        raise UserError("TRITON_INTERPRET is set, so that Triton compiles nothing; unset it")
-    target = GPUTarget("cuda", capability, 32)
-    driver.set_active(
-        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _: 0)
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.object(knobs.cache, "dir", folder),
-        patch.object(knobs.nvidia, "dump_ptxas_log", True),
-    ):
-        yield
-
-
 def compiled(scenes: Sequence[Scene] = SCENES, capability: int = HOPPER) -> Iterator[Compiled]:
     """Compile what is launched, each variant once, for a GPU of such a capability."""
+    if compat.is_interpreted():
+        raise UserError("TRITON_INTERPRET is set, so that Triton compiles nothing; unset it")
     seen: set[int] = set()
-    with _absent_gpu(capability):
+    with compat.absent_gpu(capability):
         for scene, launch in every_launch(scenes):
             said = io.StringIO()
             with redirect_stdout(said):
                 made = launch.compiled()
             if id(made) not in seen:
                 seen.add(id(made))
-                yield _read(scene, launch, made, said.getvalue())
-
-
-def _read(scene: str, launch: Launch, made: Any, said: str) -> Compiled:
-    """Return what Triton's kernel is like, and what the assembler said of it."""
-    return Compiled(
-        kernel=made.src.fn.__name__,
-        scene=scene,
-        given=_given(launch, made.src.signature),
-        warps=made.metadata.num_warps,
-        registers=_number(r"Used (\d+) registers", said),
-        spilled=_number(r"(\d+) bytes spill", said),
-        shared=made.metadata.shared,
-        programs=math.prod(launch.grid),
-    )
-
-
-def _number(pattern: str, said: str) -> int:
-    return sum(map(int, re.findall(pattern, said)))
+                found = compat.anatomy(made, said.getvalue())
+                yield Compiled(
+                    kernel=found.name,
+                    scene=scene,
+                    given=_given(launch, found.signature),
+                    warps=found.warps,
+                    registers=found.registers,
+                    spilled=found.spilled,
+                    shared=found.shared,
+                    programs=math.prod(launch.grid),
+                )
 
 
 def _given(launch: Launch, signature: Mapping[str, Any]) -> str:
@@ -338,13 +310,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each variant")
     parser.add_argument("--time", action="store_true", help="measure on the GPU that is here")
     given = parser.parse_args()
-    if given.time:
+    try:
+        _print(given.time, given.json)
+    except UserError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _print(measured: bool, as_json: bool) -> None:
+    need("triton", "", "to look at kernels")
+    if measured:
         if not torch.cuda.is_available():
-            raise SystemExit("--time measures on a GPU, but torch finds no CUDA GPU here")
+            raise UserError("--time measures on a GPU, but torch finds no CUDA GPU here")
         tens = [replace(scene, cohort=10) for scene in SCENES if scene.cohort == 2]
         for taken in timed(every_launch(tens, 10)):
-            print(json.dumps(taken._asdict()) if given.json else taken.line, flush=True)
-    elif given.json:
+            print(json.dumps(taken._asdict()) if as_json else taken.line, flush=True)
+    elif as_json:
         for each in compiled():
             print(json.dumps(asdict(each)), flush=True)
     else:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from .. import methods as catalogue
 from ..errors import UserError
+from ..extras import need
 from . import later
 from .terminal import FILE, FOLDER, PLACE, Finite, Reporter
 from .train import print_results
@@ -44,7 +45,7 @@ def federate_group() -> None:
 
 
 def _ready() -> None:
-    later.serve_export.need("flwr", "flower", "metavd federate")
+    need("flwr", "flower", "metavd federate")
 
 
 # --- one machine -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ..errors import UserError
+from ..extras import need
 from . import later
 from .terminal import FILE, PLACE, Reporter, adding, folder_name, print_table
 
@@ -89,7 +90,7 @@ def predict_command(
     if coverage is not None:
         later.evaluate_conformal.check(coverage, kind, penalty, free)
     if out is not None and later.serve_export.check_path(Path(out), later.serve_export.TABLES) == "parquet":
-        later.serve_export.need("pyarrow", "parquet", "a .parquet file")
+        need("pyarrow", "parquet", "a .parquet file")
     reporter = Reporter()
     own = later.serve_personal.open_model(
         place, client=client, domain=domain, device=device, root=root, note=reporter.note
@@ -160,7 +161,7 @@ def export_command(
     """Write a client's model as safetensors or ONNX, with a model card (F.md) beside it."""
     if later.serve_export.check_path(Path(out), later.serve_export.FORMATS, kind) == "onnx":
         for name in ("onnx", "onnxruntime", "onnxscript"):
-            later.serve_export.need(name, "export", "ONNX")
+            need(name, "export", "ONNX")
     own = later.serve_personal.open_model(place, client=client, domain=domain, note=Reporter().note, **how)
     page = later.serve_export.export(
         own, out, format=kind, domain=domain, samples=samples, licence=licence or later.serve_export.LICENCE

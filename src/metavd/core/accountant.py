@@ -19,10 +19,11 @@ import numpy as np
 
 from ..compat import renyi
 from ..errors import SpecError
+from ..extras import install
 
 ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 512, 1024)
 """Whole, for which the accountant has closed forms."""
-INSTALL = "pip install 'metavd[privacy]'"
+INSTALL = install("privacy")
 _DEFAULT = 1.0
 _MOST = 1e6
 """Largest multiplier that is tried for an epsilon."""

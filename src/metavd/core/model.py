@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from ..compat import convolve
 from ..errors import UserError
 from ..ops import conv, dense
 from ..ops.precision import EXACT
@@ -119,7 +120,7 @@ class _NoisyConv2d(_Noisy, nn.Conv2d):
     """Whether its pixels are made a row next."""
 
     def transform(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._conv_forward(conv.convolvable(x), weight, bias)
+        return convolve(self, conv.convolvable(x), weight, bias)
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.pooled and self.bias is not None and _is_square(self):
@@ -294,11 +295,14 @@ def _runner(
     """Return a module's `Model.run`."""
 
     @cache
-    def parts(first: int) -> tuple[nn.Module, nn.Module]:
-        """What is computed once, and what is computed for every draw."""
-        if type(module) is nn.Sequential and not tied:
-            return module[:first], module[first:]
-        return nn.Sequential(), module
+    def parts(noisy: frozenset[str]) -> tuple[nn.Module, nn.Module, str]:
+        """What is computed once, what is computed for every draw, and its first layer if that can tell draws apart."""
+        if type(module) is not nn.Sequential or tied:
+            return nn.Sequential(), module, ""
+        # A layer that stands at two places has two names.
+        names = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+        first = min(map(names.index, noisy))
+        return module[:first], module[first:], names[first] if isinstance(module[first], _Noisy) else ""
 
     def run(params: Params, x: Tensor, extras: Params, draws: int) -> Tensor:
         """Logits (draws, B, K). What lies before the first noisy layer of a Sequential is computed once for all."""
@@ -306,12 +310,10 @@ def _runner(
         rows = x.shape[0]
         if draws == 1:
             return _call(module, given, x, tied)[None]
-        noisy = {name.partition(".")[0] for name in extras}
-        first, name = next((i, name) for i, name in enumerate(module._modules) if name in noisy)
-        before, after = parts(first)
+        before, after, first = parts(frozenset(name.partition(".")[0] for name in extras))
         x = _call(before, given, x, tied)
-        if after is not module and isinstance(module._modules[name], _Noisy):
-            given[f"{name}.key"] = given[f"{name}.key"][:, None]
+        if first:
+            given[f"{first}.key"] = given[f"{first}.key"][:, None]
         else:
             x = x.expand(draws, *x.shape).reshape(draws * rows, *x.shape[1:])
         return _call(after, given, x, tied).reshape(draws, rows, -1)
@@ -338,7 +340,7 @@ def _check_carriers(chosen: Sequence[str], layers: Mapping[str, object], start: 
 
 def _call(module: nn.Module, given: Params, x: Tensor, tied: bool) -> Tensor:
     """Run a part of the network with the entries that belong to it; looking for tied weights costs time."""
-    heads = set(module._modules) | set(module._parameters)
+    heads = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
     own = {name: value for name, value in given.items() if name.partition(".")[0] in heads}
     result: Tensor = functional_call(module, own, (x,), tie_weights=tied)
     return result

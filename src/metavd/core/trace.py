@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..compat import dropout_rate, is_batch_norm
 from ..errors import UserError
 
 _SQUASHES = ("SoftmaxBackward0", "SigmoidBackward0")
@@ -52,12 +53,12 @@ def check_layers(module: nn.Module) -> None:
     """Refuse layers that mix the rows of clients, and those that draw random numbers of their own."""
     for name, layer in module.named_modules():
         kind = type(layer).__name__
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) or getattr(layer, "running_mean", None) is not None:
+        if is_batch_norm(layer) or getattr(layer, "running_mean", None) is not None:
             raise UserError(
                 f"layer {name!r} ({kind}) mixes rows or keeps running statistics of them, which "
                 "clients with different data cannot share; use GroupNorm or LayerNorm instead"
             )
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+        if dropout_rate(layer) > 0:
             raise UserError(
                 f"layer {name!r} ({kind}) draws random numbers of its own, which no seed here governs; "
                 "remove it and use a method with +dropout instead"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import logging
 import os
 import sqlite3
-import tomllib
-import zipfile
 from pathlib import Path
 
 from . import compat
@@ -32,11 +28,10 @@ def is_ours(fab: bytes, path: Path) -> bool:
 
     Another app runs only if its hash is in the file `path`; otherwise FederationError says how to put it there.
     """
-    with zipfile.ZipFile(io.BytesIO(fab)) as files:
-        parts = tomllib.loads(files.read("pyproject.toml").decode())["tool"]["flwr"]["app"]["components"]
-        if set(files.namelist()) <= {"pyproject.toml", ".info/CONTENT"} and parts["serverapp"] == SERVER_APP:
-            return True
-    found = hashlib.sha256(fab).hexdigest()
+    files, server_app = compat.app_parts(fab)
+    if not files and server_app == SERVER_APP:
+        return True
+    found = compat.app_hash(fab)
     if found not in (path.read_text().split() if path.exists() else ()):
         raise FederationError(
             f"the app {found} brings code of its own and is not registered here; metavd federate allow registers it"
@@ -70,7 +65,7 @@ class Tidier:
         """Tidy after a run has ended, and whenever something was deleted since."""
         self._due |= ended
         try:
-            written = Path(f"{self.database}-wal").stat().st_mtime_ns
+            written = compat.write_log(self.database).stat().st_mtime_ns
         except OSError:
             return
         if written == self._seen and not self._due:

@@ -10,18 +10,33 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import logging
+import re
 import sys
 import time
+import tomllib
+import zipfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 SEEN = "1.41.0"
 """The version of Flower that was read."""
-NOT_ACTIVATED = 2004
+TASK_INTERVAL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
+"""Environment variable: seconds between two looks of an executor for tasks. Seen: `run_superexec`."""
+LINK_PORT, NODE_PORT = "8000", "9094"
+"""Where SuperLink and SuperNode listen unless `--port` says otherwise. Seen: `SUPERLINK_UVICORN_DEFAULT_PORT` and
+`SUPERNODE_UVICORN_DEFAULT_PORT`."""
+HEARTBEAT = 10
+"""Seconds, Flower's least; a SuperLink takes a node that is silent for two of them as gone, and not before. Seen:
+`HEARTBEAT_MIN_INTERVAL`, `HEARTBEAT_PATIENCE`."""
+FLEET, HEALTH = "/v1/fleet/", "/health"
+"""Paths of a SuperLink that other machines need. Seen: the routes of `create_app`."""
+_ACTIVATE = f"{FLEET}activate-node"
+_NOT_ACTIVATED = 2004
 """The code of an error whose sentence a node shows. Seen: `ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED`."""
 
 # --- the ServerApp -------------------------------------------------------------------------------------------------
@@ -77,6 +92,59 @@ def reason(text: str | None) -> str:
     text = text or "it failed and did not say why"
     _, found, sentence = text.partition(":<'")
     return sentence.removesuffix("'>") if found else " ".join(text.split())[:300]
+
+
+# --- runs as the command line tells of them --------------------------------------------------------------------------
+
+
+def started_run(said: str) -> str:
+    """Return the number of the run that `flwr run` says that it has started, or nothing. Seen: `run`.
+
+    >>> started_run("Successfully started run 77 in federation x"), started_run("Failed to start run")
+    ('77', '')
+    """
+    found = re.search(r"started run (\d+)", said)
+    return found[1] if found else ""
+
+
+class Listed(NamedTuple):
+    """How a run stands."""
+
+    ended: bool
+    completed: bool
+    """Whether it has ended as it should."""
+    why: str
+    """What its end was, in a sentence."""
+
+
+def listed_runs(said: str) -> list[Listed]:
+    """Return the runs that `flwr list --format json` tells of; ValueError with what it says in their place.
+
+    Seen: `_to_json` in `flwr.cli.ls`, "finished:completed" of `Status` and `SubStatus`, and `failure`.
+
+    >>> listed_runs('Loading {"success": true, "runs": [{"status": "finished:stopped", "status-details": "by you"}]}')
+    [Listed(ended=True, completed=False, why='by you')]
+    """
+    try:
+        found, _ = json.JSONDecoder().raw_decode(said, max(said.find("{"), 0))  # words may stand around it
+    except ValueError:
+        found = {}
+    if not found.get("success"):
+        raise ValueError(plain(str(found.get("error-message", said))))
+    return [_listed(each["status"], each["status-details"]) for each in found["runs"]]
+
+
+def _listed(status: str, details: str) -> Listed:
+    return Listed(status.startswith("finished"), status == "finished:completed", failure(details))
+
+
+def plain(said: str) -> str:
+    """Return the end of what a command said, in one line and without the frame that rich draws around an error.
+
+    >>> plain("╭─ Error ──╮ │ no such app │")
+    'Error no such app'
+    """
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", said).split())[-300:]
 
 
 # --- executors: who starts the processes of apps ---------------------------------------------------------------------
@@ -161,14 +229,36 @@ def run_task(spec: Any, parent: int, client_app: Any, server_app: Any, is_ours: 
     module.run_clientapp(**how)
 
 
-def app_hash(folder: Path) -> str:
-    """Return the hash by which Flower knows an app. Seen: `build_fab_from_disk`, and SHA-256 of what it returns."""
+def app_hash(app: Path | bytes) -> str:
+    """Return the hash by which Flower knows an app, a folder or its bundle.
+
+    Seen: `build_fab_from_disk`, and SHA-256 of what it returns.
+    """
     from flwr.cli.build import build_fab_from_disk  # noqa: PLC0415
 
-    return hashlib.sha256(build_fab_from_disk(folder)).hexdigest()
+    return hashlib.sha256(build_fab_from_disk(app) if isinstance(app, Path) else app).hexdigest()
+
+
+def app_parts(fab: bytes) -> tuple[set[str], str]:
+    """Return the files of an app's bundle beside its config, and the ServerApp that the config names.
+
+    Seen: `build_fab_from_files` writes a zip file with pyproject.toml, then the app's files, then .info/CONTENT.
+    """
+    with zipfile.ZipFile(io.BytesIO(fab)) as files:
+        parts = tomllib.loads(files.read("pyproject.toml").decode())["tool"]["flwr"]["app"]["components"]
+        return {*files.namelist()} - {"pyproject.toml", ".info/CONTENT"}, str(parts["serverapp"])
 
 
 # --- SuperLink and SuperNode -----------------------------------------------------------------------------------------
+
+
+def write_log(database: Path) -> Path:
+    """Return the file that holds what was written to a SuperLink's database and is not yet copied into that.
+
+    Seen: the database is SQLite's, with `journal_mode` WAL in `SQLITE_PRAGMAS`; deleted rows stay in both files until
+    the one is written anew and the other cut.
+    """
+    return database.with_name(f"{database.name}-wal")
 
 
 def run_superlink(arguments: list[str], middleware: Any, protocol: Any) -> None:
@@ -229,6 +319,35 @@ def watched_protocol(
     return Watched
 
 
+def refused_status(path: str) -> int:
+    """Return the status with which a node's request is refused; a node that is told 401 ends at once.
+
+    That is right for one whose key was revoked in the middle of a run, and not for one that asks to be let in. Seen:
+    `make_simple_http_retry_invoker`.
+    """
+    return 400 if path == _ACTIVATE else 401
+
+
+def refusal_body(why: str) -> bytes:
+    """Return the body of an answer whose sentence a node shows. Seen: `FlowerError.from_json`."""
+    return json.dumps({"code": _NOT_ACTIVATED, "detail": why}).encode()
+
+
+def refusal(error: Any) -> str:
+    """Return the sentence with which a SuperLink refuses a request, or nothing. Seen: `FlowerError.to_json`."""
+    try:
+        return str(error.response.json()["detail"])
+    except (AttributeError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def refused() -> type[Exception]:
+    """Return the error of a node's request that was answered and refused. Seen: `fleet_http_connection`, of httpx."""
+    from httpx import HTTPStatusError  # noqa: PLC0415
+
+    return HTTPStatusError
+
+
 def stranger(scope: Any) -> str:
     """Return why the headers of a request do not show a node that may speak to the fleet's interface; or nothing.
 
@@ -262,14 +381,13 @@ def stranger(scope: Any) -> str:
 def run_supernode(
     arguments: list[str],
     *,
-    heartbeat: int,
     poll: float,
     retries: Callable[[], Any],
     activated: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
     """Run flower-supernode in this process, with no executor of its own.
 
-    Heartbeats are so many seconds apart, pauses between two looks for messages at most `poll` seconds; `retries` makes
+    Heartbeats are as often as may be, pauses between two looks for messages at most `poll` seconds; `retries` makes
     the RetryInvoker of its requests, `activated` wraps the request to be let in. Seen: `HEARTBEAT_DEFAULT_INTERVAL` in
     `heartbeat` and `fleet_http_connection`, `time.sleep` in `start_client_internal`, `make_simple_http_retry_invoker`
     in `fleet_http_connection`, `FleetHttpClient.ActivateNode`.
@@ -281,7 +399,7 @@ def run_supernode(
     from flwr.supernode.fleet_http_client import FleetHttpClient  # noqa: PLC0415
 
     for module in (beating, connection):
-        vars(module).update(HEARTBEAT_DEFAULT_INTERVAL=heartbeat)
+        vars(module).update(HEARTBEAT_DEFAULT_INTERVAL=HEARTBEAT)
     FleetHttpClient.ActivateNode = activated(FleetHttpClient.ActivateNode)  # type: ignore[method-assign]
     vars(internal).update(time=SimpleNamespace(sleep=lambda seconds: time.sleep(min(seconds, poll))))
     vars(connection).update(make_simple_http_retry_invoker=retries)

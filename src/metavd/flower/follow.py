@@ -6,8 +6,6 @@ other the SuperLink is asked how it ended.
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 import time
@@ -15,10 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
-from typing import Any
 
 from ..runs.store import Store
-from .compat import failure
+from . import compat
 from .config import FailedRunError, FederationError
 
 _LOOK = 0.2
@@ -59,21 +56,17 @@ def call(environment: Mapping[str, str], *arguments: str) -> str:
         [flwr(), *arguments], env=dict(environment), capture_output=True, text=True, timeout=_CALL, check=False
     )
     if found.returncode:
-        raise FederationError(f"flwr {arguments[0]} failed: {_last(found.stderr or found.stdout)}")
+        raise FederationError(f"flwr {arguments[0]} failed: {compat.plain(found.stderr or found.stdout)}")
     return found.stdout
 
 
-def runs(environment: Mapping[str, str], superlink: str, *options: str) -> list[dict[str, Any]]:
+def runs(environment: Mapping[str, str], superlink: str, *options: str) -> list[compat.Listed]:
     """Return what the SuperLink knows of its runs, the newest first, as `flwr list` tells it."""
     said = call(environment, "list", superlink, *options, "--format", "json")
-    start = said.find("{")
     try:
-        found, _ = json.JSONDecoder().raw_decode(said, max(start, 0))  # words may stand around it
-    except ValueError:
-        found = {}
-    if not found.get("success"):
-        raise FederationError(f"flwr list failed: {_last(str(found.get('error-message', said)))}")
-    return list(found["runs"])
+        return compat.listed_runs(said)
+    except ValueError as error:
+        raise FederationError(f"flwr list failed: {error}") from None
 
 
 def follow(
@@ -82,18 +75,17 @@ def follow(
     *,
     superlink: str,
     environment: Mapping[str, str],
-    extra: tuple[str, ...] = (),
     show: Callable[[str], object] = lambda _: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Start a run and wait until it ends; unless it is finished, raise FailedRunError with its own sentence.
 
-    `config` overrides the app's and has an absolute folder `out`; `show` gets the lines of the log, `meanwhile` is
-    called several times a second, and `extra` are more arguments for `flwr run`.
+    `config` overrides the app's and has an absolute folder `out`; `show` gets the lines of the log, and `meanwhile`
+    is called several times a second.
     """
     store = Store(Path(str(config["out"])))
     was_finished = store.is_finished()
-    command = [flwr(), "run", str(app), superlink, "--stream", "--run-config", pairs(config), *extra]
+    command = [flwr(), "run", str(app), superlink, "--stream", "--run-config", pairs(config)]
     number, said = "", ""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
@@ -112,10 +104,9 @@ def follow(
             show(line)
             if not number:
                 said += line
-                started = re.search(r"started run (\d+)", line)
-                number = started[1] if started else ""
+                number = compat.started_run(line)
         if not number:
-            raise FailedRunError(f"the run did not start: {_last(said)}")
+            raise FailedRunError(f"the run did not start: {compat.plain(said)}")
         if was_finished or not store.is_finished():
             _judge(store, number, superlink, environment, meanwhile)
     except KeyboardInterrupt:
@@ -143,16 +134,11 @@ def _judge(
             (run,) = runs(environment, superlink, "--run-id", number)
         except (FederationError, subprocess.TimeoutExpired) as error:
             raise FailedRunError(f"the SuperLink does not answer any more ({error}){saved}") from None
-        if run["status"].startswith("finished"):
+        if run.ended:
             break
         meanwhile()
         time.sleep(_ASK)
-    if run["status"] != "finished:completed":
-        raise FailedRunError(f"{failure(run['status-details'])}{saved}")
+    if not run.completed:
+        raise FailedRunError(f"{run.why}{saved}")
     if not store.is_finished():
         raise FailedRunError(f"the run has ended, but {store.folder} has no result; is out on another machine?")
-
-
-def _last(text: str) -> str:
-    """Return the end of what a command said, in one line and without its frame."""
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())[-300:]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import os
 import resource
@@ -30,8 +29,6 @@ from typing import Any
 from . import compat
 from .warm import beside, value_of
 
-FLEET, HEALTH = "/v1/fleet/", "/health"
-"""What is answered to other machines."""
 BODY = 32 << 20
 """Bytes of a request: Flower sends arrays in pieces of 5 MB, and an app may have 10 MB."""
 CONNECTIONS = 128
@@ -177,14 +174,12 @@ class Door:
         length = headers.get(b"content-length", b"0")
         if b"transfer-encoding" in headers or not length.isdigit():
             return 411, "metavd takes requests whose Content-Length is given, and no others"
-        if int(length) > (0 if path == HEALTH else BODY):
-            return 413, f"metavd takes {BODY} bytes in a request, and none at {HEALTH}"
-        if path.startswith(FLEET):
+        if int(length) > (0 if path == compat.HEALTH else BODY):
+            return 413, f"metavd takes {BODY} bytes in a request, and none at {compat.HEALTH}"
+        if path.startswith(compat.FLEET):
             why = await asyncio.to_thread(compat.stranger, scope)
-            # A node that is told 401 ends at once, which is right for one whose key was revoked in the middle of a run.
-            status = 400 if path.endswith("/activate-node") else 401
-            return (status, f"metavd does not let this node in: {why}") if why else (0, "")
-        if path != HEALTH and not is_operator(scope.get("state", {}).get(_OWNER)):
+            return (compat.refused_status(path), f"metavd does not let this node in: {why}") if why else (0, "")
+        if path != compat.HEALTH and not is_operator(scope.get("state", {}).get(_OWNER)):
             return 403, "metavd answers this path to its own machine's root and the service's own user alone"
         return 0, ""
 
@@ -193,8 +188,7 @@ class Door:
         await asyncio.sleep(self.pause)
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        body = json.dumps({"code": compat.NOT_ACTIVATED, "detail": why}).encode()
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": compat.refusal_body(why)})
 
 
 def main(arguments: Sequence[str], connections: int = CONNECTIONS) -> None:
@@ -207,7 +201,7 @@ def main(arguments: Sequence[str], connections: int = CONNECTIONS) -> None:
         _LOG.warning("this system does not tell who opens a connection: every user of this machine can start runs")
     database = value_of(arguments, "--database")
     authority = "" if "--insecure" in arguments else value_of(arguments, "--ssl-ca-certfile")
-    beside(f"127.0.0.1:{value_of(arguments, '--port', '8000')}", authority=authority, database=database)
+    beside(f"127.0.0.1:{value_of(arguments, '--port', compat.LINK_PORT)}", authority=authority, database=database)
     gate = Turnstile(connections)
     compat.run_superlink(list(arguments), Door, compat.watched_protocol(gate.enter, gate.leave, _PATIENCE))
 

@@ -88,7 +88,7 @@ class LocalFederation:
             **os.environ,
             **QUIET,
             "FLWR_HOME": str(self.folder / "flwr"),
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(self.poll),
+            compat.TASK_INTERVAL: str(self.poll),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             POLL: str(self.poll),
             _MARK: self.mark,
@@ -171,12 +171,6 @@ class LocalFederation:
             follow(
                 self.app(), config, superlink=NAME, environment=self.environment, show=log.write, meanwhile=meanwhile
             )
-
-    def start_run(self, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
-        """Start `metavd federate run`, which follows a run to its end, as a process whose output goes to NAME.log."""
-        words = [f"{key}={value}" for key, value in config.items()]
-        command = [sys.executable, "-m", "metavd", "federate", "run", str(self.app()), "--superlink", NAME, *words]
-        return self.start(name, command)
 
     def log(self, name: str) -> str:
         """Return what a process has said so far."""

@@ -72,7 +72,7 @@ def admit(registry: Roster, candidates: Sequence[Candidate], done: int) -> Roste
     """Give numbers to those that have none: rows in the order of joining, and for those who never train a guest's.
 
     >>> both = [Candidate("b", "", True, (1, "")), Candidate("a", "", True, (0, ""))]
-    >>> [(each.identity, each.number) for each in admit(Registry(), both, 0).members]
+    >>> [(each.identity, each.number) for each in admit(Roster(), both, 0).members]
     [('a', 0), ('b', 1)]
     """
     for each in sorted(candidates, key=lambda one: (one.order, one.identity)):
@@ -92,7 +92,7 @@ def by_key(fingerprint: str) -> str:
 def with_rows(registry: Roster, name: str, rows: int) -> Roster:
     """Register that a client has more rows than it had, so that it may claim them.
 
-    >>> with_rows(Registry((Member(0, "a", "north", True, 0),)), "north", 500).members[0].rows
+    >>> with_rows(Roster((Member(0, "a", "north", True, 0),)), "north", 500).members[0].rows
     500
     """
     if not any(name in {each.name, str(each.number)} for each in registry.members):
@@ -106,7 +106,7 @@ def with_rows(registry: Roster, name: str, rows: int) -> Roster:
 def rekeyed(registry: Roster, name: str, identity: str) -> Roster:
     """Let a client go on under another identity, and forget what that identity has been so far.
 
-    >>> one = Registry((Member(0, "a", "north", True, 0), Member(1, "b", "north", True, 7)))
+    >>> one = Roster((Member(0, "a", "north", True, 0), Member(1, "b", "north", True, 7)))
     >>> [(each.number, each.identity) for each in rekeyed(one, "0", "b").members]
     [(0, 'b')]
     """

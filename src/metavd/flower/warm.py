@@ -23,14 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..compat import line_is_cut
 from . import compat
 from .parent import die_with
 
 POLL = "METAVD_POLL"
 """Environment variable: seconds between two looks for messages."""
-_INTERVAL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
-_HEARTBEAT = 10
-"""Seconds, Flower's least; a SuperLink takes a node that is silent for two of them as gone, and not before."""
 _RETRY = 5
 """Seconds, at most, between two tries to reach the SuperLink."""
 _PATIENCE = 60.0
@@ -123,7 +121,7 @@ def execute(address: str, parent: int, authority: str, database: str) -> None:
 def beside(address: str, *, authority: str = "", database: str = "") -> None:
     """Keep an executor running as long as this process lives."""
     command = [sys.executable, "-m", "metavd.flower.warm", "--execute", address, str(os.getpid()), authority, database]
-    environment = {**os.environ, _INTERVAL: os.environ.get(_INTERVAL, os.environ.get(POLL, "0.2"))}
+    environment = {compat.TASK_INTERVAL: os.environ.get(POLL, "0.2"), **os.environ}
 
     def keep() -> None:
         while True:
@@ -143,31 +141,19 @@ def value_of(arguments: Sequence[str], option: str, default: str = "") -> str:
 
 def patient() -> Any:
     """Return how a node tries again: for ever, also where the line was cut in the middle of a handshake."""
-    return compat.retry_invoker(longest=_RETRY, goes_on=is_cut)
-
-
-def is_cut(error: Exception) -> bool:
-    """Return whether an error says that the line is gone, and nothing about who is at its end.
-
-    >>> is_cut(OSError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred in violation of protocol (_ssl.c:1006)"))
-    True
-    >>> is_cut(OSError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"))
-    False
-    """
-    said = str(error).lower()
-    return any(text in said for text in ("eof occurred", "connection reset", "handshake operation timed out"))
+    return compat.retry_invoker(longest=_RETRY, goes_on=line_is_cut)
 
 
 def insisting(activate: Callable[..., Any], seconds: float = _PATIENCE) -> Callable[..., Any]:
     """Ask to be let in again and again: a node that was killed counts as online until its heartbeat has run out."""
-    from httpx import HTTPStatusError  # noqa: PLC0415
+    refused = compat.refused()
 
     def ask(client: Any, request: Any) -> Any:
         ends = time.monotonic() + seconds
         while True:
             try:
                 return activate(client, request)
-            except HTTPStatusError as error:
+            except refused as error:
                 if time.monotonic() > ends:
                     raise
                 _LOG.warning("%s; trying again", refusal(error))
@@ -178,10 +164,7 @@ def insisting(activate: Callable[..., Any], seconds: float = _PATIENCE) -> Calla
 
 def refusal(error: Any) -> str:
     """Return the sentence of a SuperLink that does not let a node in: of metavd's door, or what Flower's means."""
-    try:
-        said = str(error.response.json()["detail"])
-    except (AttributeError, ValueError, KeyError, TypeError):
-        said = ""
+    said = compat.refusal(error)
     if said.startswith("metavd "):
         return said
     return "the SuperLink does not let this node in: it was killed a moment ago and still counts as online"
@@ -190,13 +173,9 @@ def refusal(error: Any) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Run flower-supernode with these arguments and an executor beside it; what it writes is its user's alone."""
     os.umask(0o077)
-    beside(f"127.0.0.1:{value_of(arguments, '--port', '9094')}")
+    beside(f"127.0.0.1:{value_of(arguments, '--port', compat.NODE_PORT)}")
     poll = float(os.environ.get(POLL, "1"))
-    _to_the_end(
-        lambda: compat.run_supernode(
-            list(arguments), heartbeat=_HEARTBEAT, poll=poll, retries=patient, activated=insisting
-        )
-    )
+    _to_the_end(lambda: compat.run_supernode(list(arguments), poll=poll, retries=patient, activated=insisting))
 
 
 if __name__ == "__main__":

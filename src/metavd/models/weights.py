@@ -33,15 +33,13 @@ def _bytes(path: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _tensors(path: str, content: str) -> Params:  # noqa: ARG001 (another content is another file)
-    from safetensors import SafetensorError  # noqa: PLC0415 (torch)
-    from safetensors.torch import load  # noqa: PLC0415
+    from ..container import ContainerError, load_foreign  # noqa: PLC0415 (torch)
 
     try:
-        return load(_bytes(path))
-    except SafetensorError as error:
-        why = str(error).partition("\n")[0]
+        return load_foreign(_bytes(path))
+    except ContainerError as error:
         raise SpecError(
-            f"weights is {path!r}, which is no safetensors file ({why}); save one with safetensors"
+            f"weights is {path!r}, which is no safetensors file ({error}); save one with safetensors"
         ) from None
 
 

@@ -17,6 +17,8 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..compat import compile_kernel, load_kernel
+
 
 class Launch(NamedTuple):
     """A launch that was noted and did not take place."""
@@ -28,7 +30,7 @@ class Launch(NamedTuple):
 
     def compiled(self) -> Any:
         """Compile what would be launched; return Triton's kernel."""
-        return self.kernel.jit.warmup(*self.arguments, grid=self.grid, **self.constants)
+        return compile_kernel(self.kernel.jit, self.grid, self.arguments, self.constants)
 
 
 _noted: list[list[Launch]] = []
@@ -89,4 +91,4 @@ def rehearse(function: Callable[[], Any]) -> None:
 
 def _bring(launches: list[Launch]) -> None:
     for launch in launches:
-        getattr(launch.compiled(), "run", None)  # brings what launches it
+        load_kernel(launch.compiled())

@@ -53,7 +53,7 @@ def put_(start: Params, new: Params, active: Tensor | None = None) -> None:
 def nth(values: list[Tensor], number: Tensor) -> list[Tensor]:
     """Return value[number] of each contiguous tensor; the number (1,) may be known to the device alone; no vmap."""
     if device.has_kernels(*values):
-        found: list[Tensor] = _kernel().pull(values, number)
+        found: list[Tensor] = _kernel().gathered(values, number)
         return found
     return [value.index_select(0, number)[0] for value in values]
 

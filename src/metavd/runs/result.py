@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..engine.rounds import Record, Silent
-from ..errors import UserError
+from ..extras import need
 from .store import Store
 
 if TYPE_CHECKING:
@@ -36,11 +36,7 @@ class RowList(list[Row]):
 
     def frame(self) -> Any:
         """Return the rows as a pandas DataFrame."""
-        try:
-            pandas = import_module("pandas")
-        except ModuleNotFoundError:
-            raise UserError("a frame needs pandas; install it, or use the rows as they are, mappings") from None
-        return pandas.DataFrame(list(self))
+        return need("pandas", "", "a frame").DataFrame(list(self))
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self for name in row if not isinstance(row[name], dict | list)))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..container import write_atomic
 from ..engine.rounds import Listener, Record, Silent
 from ..errors import UserError
+from ..extras import need
 from .settings import Experiment, content, spec_hash, to_toml
 
 Tracker = Callable[[Path, Experiment], Listener]
@@ -84,18 +84,10 @@ class _Curves(Silent):
         self.write(dict(numbers(measured)), round, round >= self.rounds)
 
 
-def _need(module: str, tracker: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"--track {tracker} needs the package {tracker} ({error}); install it with pip install 'metavd[{extra}]'"
-        ) from None
-
-
 def tensorboard(folder: Path, experiment: Experiment) -> Listener:  # noqa: ARG001 - told again at the start
     """Return a listener that writes event files to FOLDER/tensorboard; what a resumed run repeats is taken back."""
-    board = _need("torch.utils.tensorboard", "tensorboard", "track")
+    need("tensorboard", "track", "--track tensorboard")
+    from torch.utils import tensorboard as board  # noqa: PLC0415 - it imports the package
 
     def begin(experiment: Experiment, done: int) -> Write:
         writer = board.SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
@@ -114,7 +106,7 @@ def tensorboard(folder: Path, experiment: Experiment) -> Listener:  # noqa: ARG0
 
 def mlflow(folder: Path, experiment: Experiment) -> Listener:  # noqa: ARG001
     """Return a listener that tells MLflow, where MLFLOW_TRACKING_URI says; a resumed run goes on in its MLflow run."""
-    flow = _need("mlflow", "mlflow", "mlflow")
+    flow = need("mlflow", "mlflow", "--track mlflow")
 
     def begin(experiment: Experiment, done: int) -> Write:
         client, known = flow.MlflowClient(), folder / "mlflow.txt"
@@ -144,7 +136,7 @@ def mlflow(folder: Path, experiment: Experiment) -> Listener:  # noqa: ARG001
 
 def wandb(folder: Path, experiment: Experiment) -> Listener:  # noqa: ARG001
     """Return a listener that tells Weights & Biases; with WANDB_MODE=offline it writes to FOLDER/wandb alone."""
-    bias = _need("wandb", "wandb", "wandb")
+    bias = need("wandb", "wandb", "--track wandb")
 
     def begin(experiment: Experiment, done: int) -> Write:  # noqa: ARG001
         try:

@@ -6,7 +6,6 @@ The packages onnx, onnxruntime and onnxscript (ONNX) and pyarrow (Parquet) are o
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
 import logging
@@ -28,6 +27,7 @@ from ..core.posterior import per_weight
 from ..data.partition import some
 from ..errors import UserError
 from ..evaluate.figures import get
+from ..extras import need
 from ..templates import filled
 from ..tree import Params
 from .model import Personal, Prediction
@@ -40,14 +40,6 @@ AGREES = 1e-5
 _FIGURES = ("accuracy", "worst_client", "nll", "brier", "ece_top1", "mce_top1")
 """What a model card shows."""
 LICENCE = "not chosen yet; whoever publishes this model fills this in"
-
-
-def need(name: str, extra: str, what: str) -> Any:
-    """Import an optional package, or say how to get it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UserError(f"{what} needs the package {name}; install it with pip install 'metavd[{extra}]'") from None
 
 
 def check_path(path: Path, kinds: Sequence[str], kind: str | None = None) -> str:

@@ -43,6 +43,7 @@ from ..data.collection import Collection
 from ..engine.rounds import InterruptedRun
 from ..errors import SpecError, UserError
 from ..evaluate.figures import get
+from ..extras import need
 from ..runs.evaluation import evaluate_valid, validation_clients
 from ..runs.run import rounds_of
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, content, to_toml, with_settings
@@ -133,11 +134,8 @@ class _Session:
 
 
 def _optuna() -> Any:
-    """Import Optuna, which is an extra, or say how to get it."""
-    try:
-        import optuna  # noqa: PLC0415
-    except ImportError:
-        raise UserError("tuning needs Optuna, which is not installed here; pip install 'metavd[tune]'") from None
+    """Import Optuna, and let it tell nothing but warnings."""
+    optuna = need("optuna", "tune", "tuning")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -8,15 +8,16 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from metavd.engine.checkpoint import load_checkpoint
-from metavd.flower.local import LocalFederation, federation
+from metavd.flower.local import NAME, LocalFederation, federation
 from metavd.runs.store import Store
 
 from .rehearsal import DEAD, STARTS, Outcome, Trial, small_disk, wanted
@@ -30,6 +31,13 @@ RESTART = 5.0
 """Seconds that a supervisor lets pass before it starts a process again."""
 Strike = Callable[["Real"], Callable[[], None]]
 """(federation) -> what is done before the run is started again, or goes on."""
+
+
+def start_run(local: LocalFederation, name: str, config: Mapping[str, object]) -> subprocess.Popen[bytes]:
+    """Start `metavd federate run`, which follows a run to its end, as a process whose output goes to NAME.log."""
+    words = [f"{key}={value}" for key, value in config.items()]
+    command = [sys.executable, "-m", "metavd", "federate", "run", str(local.app()), "--superlink", NAME, *words]
+    return local.start(name, command)
 
 
 @dataclass
@@ -241,7 +249,7 @@ def perform(kind: str, name: str, strike: Strike, seed: int) -> Outcome:
             starts += 1
             repair()
             repair = lambda: None  # noqa: E731
-            run = real.local.start_run(f"run{starts}", config)
+            run = start_run(real.local, f"run{starts}", config)
             ends = time.monotonic() + LONG
             while run.poll() is None and not store.is_finished():
                 if not struck and len(store.read_rounds()) >= 1:

@@ -52,10 +52,8 @@ def check_size(size: Size) -> tuple[int, int] | None:
 
 def open_picture(path: Path, data: bytes | None = None) -> Any:
     """Return Pillow's picture, decoded; any fault of a decoder becomes one sentence."""
-    try:
-        from PIL import Image, ImageOps  # noqa: PLC0415 (only pictures need it)
-    except ImportError:
-        raise SourceError("Pictures need the package pillow; install it with `pip install pillow`.") from None
+    from PIL import Image, ImageOps  # noqa: PLC0415 (only pictures need it)
+
     data = read_bytes(path) if data is None else data
     refuse(not data, path, "the file is empty, but it must be a picture.", 0)
     try:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...extras import need
 from ..source import Source, SourceError
 from ..table import Cells, table
 from .files import FileError, Unread, plain, read_bytes, read_text, reading, refuse
@@ -127,12 +128,7 @@ def _json_lines(path: Path) -> Cells:
 
 
 def _parquet(path: Path) -> Cells:
-    try:
-        from pyarrow import parquet  # noqa: PLC0415
-    except ImportError:
-        raise SourceError(
-            "a .parquet file needs the package pyarrow; install it with pip install 'metavd[parquet]'."
-        ) from None
+    parquet = need("pyarrow.parquet", "parquet", "a .parquet file", SourceError)
     with reading(path):
         found: Cells = parquet.read_table(path).to_pydict()
     return found
