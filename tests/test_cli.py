@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,7 @@ from PIL import Image
 from rich.console import Console
 
 from metavd import methods
-from metavd.cli import train
+from metavd.cli import cli, train
 from metavd.cli.terminal import Reporter
 from metavd.data.described import describe
 from metavd.data.partition import federate
@@ -220,18 +221,22 @@ def test_datasets(metavd: Metavd) -> None:
     assert (row["defaults"]["clients"], row["defaults"]["unseen"]) == (24, 6)
 
 
-HELPS = [
-    ["--help"], ["methods"], ["methods", "reptile+metavd"], ["methods", "--json"],
-    *([*words.split(), "--help"] for words in (
-        "run", "compare", "show", "methods", "datasets", "data", "data fetch", "data check", "data show", "tune",
-        "personalize", "predict", "export", "report", "paper", "federate", "federate demo", "federate node", "bench",
-    )),
-    ["datasets"],
-]  # fmt: skip
+def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
+    """Return the words of every command of a group, and of its groups."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        yield [*path, name]
+        if isinstance(found, click.Group):
+            yield from commands(found, *path, name)
 
 
 def test_the_first_minute_does_not_wait() -> None:
-    """Help and lists import neither torch nor anything else that takes long; datasets alone needs NumPy."""
+    """Every --help, and the lists, import neither torch nor anything else that takes long; datasets alone needs NumPy."""
+    every = list(commands(cli))
+    assert {("federate", "rekey"), ("tune-all",), ("trust",)} <= set(map(tuple, every))
+    lists = [["methods"], ["methods", "reptile+metavd"], ["methods", "--json"], ["datasets"]]
+    asked = [[], *([*words, "--help"] for words in ([], *every)), *lists]
     code = (
         "import contextlib, io, json, sys\n"
         "from metavd.cli import cli\n"
@@ -243,7 +248,7 @@ def test_the_first_minute_does_not_wait() -> None:
         "    if heavy - ({'numpy'} if words == ['datasets'] else set()):\n"
         "        sys.exit(f'{words} loaded {heavy}')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(HELPS)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
