@@ -232,7 +232,7 @@ def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
 
 
 def test_the_first_minute_does_not_wait() -> None:
-    """Every --help, and the lists, import neither torch nor anything else that takes long; datasets alone needs NumPy."""
+    """Every --help, and the lists, import neither torch nor anything else that is slow; datasets alone needs NumPy."""
     every = list(commands(cli))
     assert {("federate", "rekey"), ("tune-all",), ("trust",)} <= set(map(tuple, every))
     lists = [["methods"], ["methods", "reptile+metavd"], ["methods", "--json"], ["datasets"]]
@@ -299,7 +299,7 @@ def test_data_show(metavd: Metavd, tmp_path: Path) -> None:
 
 def test_data_fetch_says_what_cannot_be_fetched(metavd: Metavd, tmp_path: Path) -> None:
     """What has to be got by hand, and a wrong name, are answered at once and leave nothing behind."""
-    for name, says in (("celeba", "accept its terms"), ("cifar", "known are cifar10")):
+    for name, says in (("celeba", "accept its terms"), ("cifar", "did you mean cifar10")):
         outcome = metavd("data", "fetch", name)
         assert (outcome.status, says in outcome.err) == (2, True)
     assert snapshot(tmp_path) == {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from inspect import Parameter, signature
@@ -199,7 +199,12 @@ def numbers(text: str, build: Callable[..., Any], said: str, example: str) -> li
     return values
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Say which known words a wrong one may have meant."""
-    close = difflib.get_close_matches(word, known, 3, 0.4)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Say which known words a wrong one may have meant; where none is near, `otherwise`, or which there are.
+
+    >>> nearest("IDD", ["iid", "natural"]), nearest("?", ["iid", "natural"])
+    ('did you mean iid?', 'choose from iid, natural')
+    """
+    every = list(known)
+    close = difflib.get_close_matches(word, every, 3, 0.4) or difflib.get_close_matches(word.lower(), every, 3, 0.4)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise or f"choose from {', '.join(every)}"
