@@ -138,7 +138,7 @@ def test_what_a_site_says_is_checked(text):
 @pytest.mark.parametrize(
     ("node", "sentence"),
     [
-        ({}, "this node has no data; start it with --node-config"),
+        ({}, "this node has no data; start it with --data npz:rows.npz"),
         ({"data": "digits+mnist"}, "names 2 datasets, but a site holds one"),
     ],
 )

@@ -21,13 +21,13 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import UserError
 from . import later
-from .terminal import FILE, FOLDER, PLACE, Finite, Reporter
+from .terminal import FILE, FOLDER, PLACE, Finite, Group, Reporter
 from .train import print_results
 
 _PORTS = click.IntRange(1, 65_535)
 
 
-@click.group("federate")
+@click.group("federate", cls=Group)
 def federate_group() -> None:
     """Train where the data is: a federation on Flower, docs/deploy.md.
 
@@ -350,7 +350,8 @@ def _app_config(app: Path | None) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no app of metavd ({error}); write one with metavd federate app") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is no app of metavd ({why}); write one with metavd federate app") from None
 
 
 def _need_superlink(name: str) -> None:

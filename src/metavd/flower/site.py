@@ -83,7 +83,8 @@ def look(node: Mapping[str, Any]) -> Look | None:
     if "data" not in node:
         if "partition-id" not in node:
             raise FederationError(
-                "this node has no data; start it with --node-config 'data=\"npz:rows.npz\"', or with a partition-id"
+                "this node has no data; start it with --data npz:rows.npz (flower-supernode: with --node-config "
+                "'data=\"npz:rows.npz\"'), or with a partition-id"
             )
         return None
     text, root = str(node["data"]), str(node.get("root", "data"))
