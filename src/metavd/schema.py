@@ -149,6 +149,12 @@ def option(
     return field(default=default, metadata={"option": described})
 
 
+def like(schema: Any, name: str, default: Any = None) -> Any:
+    """Make a dataclass field of a setting as another schema describes it, perhaps with a default of its own."""
+    (known,) = (each for each in fields(schema) if each.name == name)
+    return field(default=known.default if default is None else default, metadata=known.metadata)
+
+
 @cache
 def options(schema: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by name; a field that `option` did not make is none.

@@ -139,6 +139,9 @@ def test_what_a_site_says_is_checked(text):
     ("node", "sentence"),
     [
         ({}, "this node has no data; start it with --data npz:rows.npz"),
+        ({"data": "npz:x.npz", "polcy": "p.toml"}, "there is no node config key 'polcy'; did you mean policy"),
+        ({"partition-id": "first"}, "partition-id is 'first', but must be a whole number"),
+        ({"partition-id": 0, "train": "no"}, "train is 'no', but must be true or false"),
         ({"data": "digits+mnist"}, "names 2 datasets, but a site holds one"),
     ],
 )

@@ -21,7 +21,7 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import UserError
 from . import later
-from .terminal import FILE, FOLDER, PLACE, Finite, Group, Reporter
+from .terminal import FILE, FOLDER, PLACE, Finite, Group, Reporter, setting
 from .train import print_results
 
 _PORTS = click.IntRange(1, 65_535)
@@ -52,9 +52,9 @@ def _ready() -> None:
 
 @federate_group.command("demo")
 @click.option("--nodes", type=click.IntRange(1, 50), default=3, help="Clients, two processes each.")
-@click.option("--rounds", type=click.IntRange(1, 10_000), default=5, help="Communication rounds.")
-@click.option("--method", default="reptile+metavd+drop", help="See metavd methods.")
-@click.option("--seed", type=int, default=0, help="Seed of everything random.")
+@setting("rounds", "N", value=5)
+@setting("method", "METHOD", value="reptile+metavd+drop")
+@setting("seed", "S", value=0)
 @click.option("--set", "text", default=None, metavar="TEXT", help="Options of the method, such as 'beta=2 lr=0.05'.")
 @click.option("--out", type=PLACE, metavar="DIR", help="Folder for results. [default: below runs/]")
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: anybody on this machine could join.")

@@ -20,7 +20,7 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import SpecError, UserError
 from ..runs.settings import SETTINGS, Experiment, from_toml, with_settings
-from ..schema import nearest
+from ..schema import Value, nearest
 from . import later
 
 if TYPE_CHECKING:
@@ -243,14 +243,28 @@ def adding(*options: Decorator) -> Decorator:
     return add
 
 
-def setting(name: str, metavar: str, default: str = "", **more: Any) -> Decorator:
-    """Return the option of a command that sets a setting of the experiment, described as the setting is."""
+def setting(name: str, metavar: str, default: str = "", value: Value | None = None, **more: Any) -> Decorator:
+    """Return the option of a command that sets a setting of the experiment, described as the setting is.
+
+    Where it is not given, the command gets the value: None, unless the command has a default of its own.
+    """
     about = SETTINGS[name]
     kind = type(about.default)
-    shown = default or ("the dataset's" if about.from_data is not None else str(about.default))
+    shown = (
+        default
+        or (str(value) if value is not None else "")
+        or ("the dataset's" if about.from_data is not None else str(about.default))
+    )
     text = f"{about.help[0].upper()}{about.help[1:]}. [default: {shown}]"
     return click.option(
-        f"--{name.replace('_', '-')}", name, type=kind, default=None, metavar=metavar, help=text, **more
+        f"--{name.replace('_', '-')}",
+        name,
+        type=kind,
+        default=value,
+        show_default=False,
+        metavar=metavar,
+        help=text,
+        **more,
     )
 
 
