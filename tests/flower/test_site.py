@@ -15,6 +15,7 @@ from PIL import Image
 
 import metavd
 from metavd.data.source import digits, moments
+from metavd.errors import UserError
 from metavd.evaluate.figures import of_clients
 from metavd.flower.config import FederationError
 from metavd.flower.site import Look, agree, check_fit, look, read_look, shared, write_look
@@ -146,7 +147,7 @@ def test_what_a_site_says_is_checked(text):
     ],
 )
 def test_a_node_without_usable_data_says_what_would_be_right(node, sentence):
-    with pytest.raises(FederationError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         look(node)
 
 

@@ -39,13 +39,13 @@ _EPS = 1e-10
 class Choice:
     """What a user may ask of a posterior; options of the methods have these names, and say what each means."""
 
-    rate: float = 0.0
-    floor: float = -17.0
-    ceiling: float = 0.0
-    max_rate: float = 0.99
-    clamp: ops.Clamp = "inward"
-    kl_epsilon: ops.Epsilon = "weight"
-    prior: ops.Prior = "hierarchical"
+    rate: float
+    floor: float
+    ceiling: float
+    max_rate: float
+    clamp: ops.Clamp
+    kl_epsilon: ops.Epsilon
+    prior: ops.Prior
 
 
 class Posterior(Protocol):

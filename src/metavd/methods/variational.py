@@ -19,7 +19,7 @@ from .parts import POSTERIOR, Options, Parts, linear_layers, named
 if TYPE_CHECKING:
     from ..core.emit import Shares
     from ..core.optim import Sgd
-    from ..core.posterior import Posterior
+    from ..core.posterior import Choice, Posterior
     from ..core.types import Algorithm, Emit, Local, Model
 
 _METAVD = "Jeon et al., NeurIPS 2023"
@@ -98,6 +98,12 @@ class PosteriorOptions(Options):
     test_noise: Literal["own", "constant"] = option(
         "own", "spread at test: the client's own, or -8.5 for all", released="constant"
     )
+
+    @property
+    def choice(self) -> Choice:
+        """What is asked of the posterior itself."""
+        kind = core.posterior.Choice
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
 
 
 @dataclass(frozen=True)
@@ -201,9 +207,8 @@ def _noise(model: Model, o: PosteriorOptions) -> Posterior:
         )
     kind = core.posterior.named("input" if o.per == "input" else o.spread)
     layers = named(model, o.layers, linear_layers(model) if kind.everywhere else model.variational)
-    choice = core.posterior.Choice(**{each.name: getattr(o, each.name) for each in fields(core.posterior.Choice)})
     try:
-        return kind.build(layers, lambda: model.init(core.rng.key(0)), choice)
+        return kind.build(layers, lambda: model.init(core.rng.key(0)), o.choice)
     except ValueError as error:
         raise SpecError(str(error)) from None
 
