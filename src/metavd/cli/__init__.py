@@ -19,7 +19,7 @@ import click
 from ..errors import FailedError, UserError
 from ..schema import nearest
 from ..version import VERSION
-from .terminal import Group, Reporter
+from .terminal import CommandGroup, Reporter
 
 _HOMES = {
     "run": "train", "compare": "train", "show": "train", "methods": "catalogue", "datasets": "catalogue",
@@ -34,7 +34,7 @@ _LEAVE = 10.0
 """Seconds that rank 0 has for saying what is wrong before another rank ends, since torchrun then ends all of them."""
 
 
-class _Commands(Group):
+class _Commands(CommandGroup):
     """Commands that are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

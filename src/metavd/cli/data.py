@@ -13,10 +13,21 @@ from rich.table import Table
 
 from ..errors import SpecError
 from . import later
-from .terminal import Group, Reporter, console, experiment_of, how, print_table, setting, settings_of, where, words
+from .terminal import (
+    CommandGroup,
+    Reporter,
+    console,
+    experiment_of,
+    how,
+    print_table,
+    setting,
+    settings_of,
+    where,
+    words,
+)
 
 
-@click.group("data", cls=Group)
+@click.group("data", cls=CommandGroup)
 def data_group() -> None:
     """Get datasets, see what a path holds, see what clients hold."""
 

@@ -21,13 +21,13 @@ from rich.table import Table
 from .. import methods as catalogue
 from ..errors import UserError
 from . import later
-from .terminal import FILE, FOLDER, PLACE, Finite, Group, Reporter, setting
+from .terminal import FILE, FOLDER, PLACE, CommandGroup, Finite, Reporter, setting
 from .train import print_results
 
 _PORTS = click.IntRange(1, 65_535)
 
 
-@click.group("federate", cls=Group)
+@click.group("federate", cls=CommandGroup)
 def federate_group() -> None:
     """Train where the data is: a federation on Flower, docs/deploy.md.
 

@@ -38,7 +38,7 @@ class Finite(click.FloatRange):
         return found
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Commands under one word: alone it shows their help, and an unknown command names the nearest."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
