@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,7 @@ from PIL import Image
 from rich.console import Console
 
 from metavd import methods
-from metavd.cli import train
+from metavd.cli import cli, train
 from metavd.cli.terminal import Reporter
 from metavd.data.described import describe
 from metavd.data.partition import federate
@@ -220,18 +221,22 @@ def test_datasets(metavd: Metavd) -> None:
     assert (row["defaults"]["clients"], row["defaults"]["unseen"]) == (24, 6)
 
 
-HELPS = [
-    ["--help"], ["methods"], ["methods", "reptile+metavd"], ["methods", "--json"],
-    *([*words.split(), "--help"] for words in (
-        "run", "compare", "show", "methods", "datasets", "data", "data fetch", "data check", "data show", "tune",
-        "personalize", "predict", "export", "report", "paper", "federate", "federate demo", "federate node", "bench",
-    )),
-    ["datasets"],
-]  # fmt: skip
+def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
+    """Return the words of every command of a group, and of its groups."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        yield [*path, name]
+        if isinstance(found, click.Group):
+            yield from commands(found, *path, name)
 
 
 def test_the_first_minute_does_not_wait() -> None:
-    """Help and lists import neither torch nor anything else that takes long; datasets alone needs NumPy."""
+    """Every --help, and the lists, import neither torch nor anything else that is slow; datasets alone needs NumPy."""
+    every = list(commands(cli))
+    assert {("federate", "rekey"), ("tune-all",), ("trust",)} <= set(map(tuple, every))
+    lists = [["methods"], ["methods", "reptile+metavd"], ["methods", "--json"], ["datasets"]]
+    asked = [[], *([*words, "--help"] for words in ([], *every)), *lists]
     code = (
         "import contextlib, io, json, sys\n"
         "from metavd.cli import cli\n"
@@ -243,7 +248,7 @@ def test_the_first_minute_does_not_wait() -> None:
         "    if heavy - ({'numpy'} if words == ['datasets'] else set()):\n"
         "        sys.exit(f'{words} loaded {heavy}')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(HELPS)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -294,7 +299,7 @@ def test_data_show(metavd: Metavd, tmp_path: Path) -> None:
 
 def test_data_fetch_says_what_cannot_be_fetched(metavd: Metavd, tmp_path: Path) -> None:
     """What has to be got by hand, and a wrong name, are answered at once and leave nothing behind."""
-    for name, says in (("celeba", "accept its terms"), ("cifar", "known are cifar10")):
+    for name, says in (("celeba", "accept its terms"), ("cifar", "did you mean cifar10")):
         outcome = metavd("data", "fetch", name)
         assert (outcome.status, says in outcome.err) == (2, True)
     assert snapshot(tmp_path) == {}
@@ -372,11 +377,12 @@ def test_help_keeps_the_examples_on_their_lines(metavd: Metavd) -> None:
     assert re.search(r"^ *metavd show DIR  ", text, re.MULTILINE)
 
 
-def test_no_command_shows_the_help(metavd: Metavd) -> None:
-    """Bare `metavd` is not an error of the program: the help is shown as `metavd --help` shows it."""
-    outcome = metavd()
-    assert "metavd: Usage" not in outcome.err
-    assert "Usage: metavd" in outcome.out + outcome.err
+@pytest.mark.parametrize("words", [[], ["data"], ["federate"]], ids=" ".join)
+def test_no_command_shows_the_help(metavd: Metavd, words: list[str]) -> None:
+    """A bare `metavd` is not an error: the help is shown as `metavd --help` shows it."""
+    outcome = metavd(*words)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out == metavd(*words, "--help").out
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------
@@ -514,8 +520,15 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["rnu"], ["there is no command 'rnu'; did you mean run"]),
     (["show", "missing"], ["missing", "--out"]),
     (["show", "folder"], ["folder", "--out"]),
-    (["show"], ["DIR"]),
+    (["data", "chek"], ["there is no command 'data chek'; did you mean check"]),
+    (["federate", "nods"], ["there is no command 'federate nods'; did you mean nodes"]),
+    (["data", "show", "fedavg"], ["data show takes settings such as clients=20, but got 'fedavg'"]),
+    (["show"], ["DIR... is missing; metavd show --help"]),
     (["compare"], ["METHOD"]),
+    (["federate", "node"], ["--superlink is missing; metavd federate node --help"]),
+    (["run", "--round", "3"], ["there is no option --round; did you mean --rounds"]),
+    (["run", ""], ["unknown method ''; metavd methods lists all"]),
+    (["run", "fedavg+vd", "per=input", "spread=logalpha"], ["spread is 'logalpha'", "per=input"]),
     (["compare", "lr=1"], ["at least one method"]),
     (["run", "fedavg", "reptile"], ["fedavg and reptile", "metavd compare"]),
     (["compare", "fedavg", "fedavgg"], ["'fedavgg'", "fedavg"]),

@@ -18,6 +18,7 @@ from metavd.core.optim import Groups, Sgd
 from metavd.core.posterior import InputLogAlpha, logit
 from metavd.core.types import NEW, Update
 from metavd.errors import SpecError
+from metavd.methods.fedbe import FedBEOptions
 from metavd.models.cnn import cnn
 from metavd.models.mlp import mlp
 from metavd.models.small_cnn import small_cnn
@@ -400,8 +401,8 @@ def test_released_fedbe(net, setting):
     federation = replace(setting, server_rows=lambda key: rows)  # noqa: ARG005
     pull = server.pull(emit.shared(net), aggregate.mean, Groups({"": Sgd(1.0)}))
     for variant, config in (
-        ("released", server.Distillation(average="logits", temperature=1.0, lr=0.9)),
-        ("default", server.Distillation(average="probs", temperature=0.5, lr=0.01)),
+        ("released", replace(FedBEOptions().distillation, average="logits", temperature=1.0, lr=0.9)),
+        ("default", replace(FedBEOptions().distillation, average="probs", temperature=0.5, lr=0.01)),
     ):
         algorithm = methods.algorithm("fedbe", net, federation, {"variant": variant})
         state = algorithm.server.init(rng.key(0))
@@ -946,8 +947,8 @@ def test_fedbe_options(net, setting):
     federation = replace(setting, server_rows=lambda key: rows)  # noqa: ARG005
     given = {"teachers": 3, "teacher_law": "dirichlet", "concentration": 2.0, "average": "logits", "temperature": 0.7,
              "distill_lr": 0.3, "distill_last_lr": 0.2, "distill_steps": 6, "distill_batch": 4}  # fmt: skip
-    config = server.Distillation(samples=3, sampling="dirichlet", concentration=2.0, average="logits", temperature=0.7,
-                                 lr=0.3, min_lr=0.2, steps=6, batch=4)  # fmt: skip
+    config = server.Distillation(samples=3, sampling="dirichlet", scale=0.1, concentration=2.0, average="logits",
+                                 temperature=0.7, lr=0.3, min_lr=0.2, steps=6, batch=4)  # fmt: skip
     gaussian = given | {"teacher_law": "gaussian", "teacher_scale": 0.4}
     pull = server.pull(emit.shared(net), aggregate.mean, Groups({"": Sgd(1.0)}))
     for options, wanted in ((given, config), (gaussian, replace(config, sampling="gaussian", scale=0.4))):

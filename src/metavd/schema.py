@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from inspect import Parameter, signature
@@ -149,6 +149,12 @@ def option(
     return field(default=default, metadata={"option": described})
 
 
+def like(schema: Any, name: str, default: Any = None) -> Any:
+    """Make a dataclass field of a setting as another schema describes it, perhaps with a default of its own."""
+    (known,) = (each for each in fields(schema) if each.name == name)
+    return field(default=known.default if default is None else default, metadata=known.metadata)
+
+
 @cache
 def options(schema: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by name; a field that `option` did not make is none.
@@ -199,7 +205,12 @@ def numbers(text: str, build: Callable[..., Any], said: str, example: str) -> li
     return values
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Say which known words a wrong one may have meant."""
-    close = difflib.get_close_matches(word, known, 3, 0.4)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(known)}"
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Say which known words a wrong one may have meant; where none is near, `otherwise`, or which there are.
+
+    >>> nearest("IDD", ["iid", "natural"]), nearest("?", ["iid", "natural"])
+    ('did you mean iid?', 'choose from iid, natural')
+    """
+    every = list(known)
+    close = difflib.get_close_matches(word, every, 3, 0.4) or difflib.get_close_matches(word.lower(), every, 3, 0.4)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise or f"choose from {', '.join(every)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch.func import grad, jacrev
 from torch.testing import assert_close
 
 from metavd.core import rng
-from metavd.core.posterior import POSTERIORS, Choice, InputLogAlpha, LogAlpha, LogVariance, logit, named, per_weight
+from metavd.core.posterior import POSTERIORS, InputLogAlpha, LogAlpha, LogVariance, logit, named, per_weight
+from metavd.methods.variational import PosteriorOptions
 
+USUAL = PosteriorOptions().choice
+"""What a method asks of a posterior by default."""
 LOW, HIGH = -8.5, 8.5
 
 
@@ -264,7 +268,9 @@ def test_build_starts_where_it_was_asked_to(kind):
     """The first spread is that of the wished rate, in both ways to store it; what lies out of range is refused."""
     weights = {"fc.weight": torch.full((2, 3), 0.5).double()}
     for clamp in ("inward", "released"):
-        noise = POSTERIORS[kind].build(("fc",), lambda: weights, Choice(rate=0.2, clamp=clamp, kl_epsilon="variance"))
+        noise = POSTERIORS[kind].build(
+            ("fc",), lambda: weights, replace(USUAL, rate=0.2, clamp=clamp, kl_epsilon="variance")
+        )
         assert_close(noise.rates(weights)["fc"], torch.full_like(noise.rates(weights)["fc"], 0.2), rtol=1e-6, atol=0)
         ((entry, _),) = noise.entries("fc", (2, 3)).items()
         assert noise.start(entry) == pytest.approx(0.0 if clamp == "inward" else noise.spread(weights, "fc").mean())
@@ -273,7 +279,7 @@ def test_build_starts_where_it_was_asked_to(kind):
         assert noise.describe()["layers"] == ("fc",)
         assert noise.describe().get("kl_epsilon", "variance") == "variance"
     with pytest.raises(ValueError, match=r"its range is 1 to .*; move floor, ceiling, max_rate or rate"):
-        POSTERIORS[kind].build(("fc",), lambda: weights, Choice(rate=0.2, floor=1.0, ceiling=2.0))
+        POSTERIORS[kind].build(("fc",), lambda: weights, replace(USUAL, rate=0.2, floor=1.0, ceiling=2.0))
 
 
 def test_the_epsilon_of_the_kl_is_the_posteriors():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,8 @@ from metavd import tree
 from metavd.core import aggregate, emit, rng, server
 from metavd.core.optim import Groups, Sgd
 from metavd.core.posterior import LogVariance
-from metavd.core.server import Distillation
 from metavd.core.types import ServerState, Update
+from metavd.methods.fedbe import FedBEOptions
 
 NOISE = LogVariance(("fc1",), offset=-8.5, high=0.0)
 N = 5
@@ -22,6 +23,11 @@ COHORT = torch.tensor([3, 0, 4])
 SIZES = torch.tensor([10.0, 50.0, 40.0]).double()
 SHARES = SIZES / SIZES.sum()
 PLAIN = Groups({"": Sgd(1.0)})
+
+
+def distillation(**changes):
+    """FedBE's distillation by default, with changes."""
+    return replace(FedBEOptions().distillation, **changes)
 
 
 def emits_for(net):
@@ -420,7 +426,7 @@ def test_pruning_happens_once(net):
 
 def test_distillation_rates():
     """72 steps at 0.9: constant for 1-35, on a straight line for 36-53, 9e-5 for 54-72."""
-    rates = server.distill_rates(Distillation(lr=0.9))
+    rates = server.distill_rates(distillation(lr=0.9))
     assert len(rates) == 72
     assert rates[:35] == [0.9] * 35
     assert rates[53:] == pytest.approx([9e-5] * 19, rel=1e-9)
@@ -431,13 +437,13 @@ def test_distillation_rates():
 
 def test_averaged_iterates():
     """SWA takes steps 54, 57, ..., 72."""
-    assert server.swa_steps(Distillation()) == [54, 57, 60, 63, 66, 69, 72]
+    assert server.swa_steps(distillation()) == [54, 57, 60, 63, 66, 69, 72]
 
 
 @pytest.mark.parametrize("steps", [4, 5, 7, 20])
 def test_short_distillations_have_rates_and_iterates(steps):
     """Any number of steps from 4 on gives one rate per step, never negative, and at least one averaged iterate."""
-    config = Distillation(steps=steps, lr=0.5)
+    config = distillation(steps=steps, lr=0.5)
     rates = server.distill_rates(config)
     assert len(rates) == steps
     assert all(9e-5 - 1e-12 <= rate <= 0.5 for rate in rates)
@@ -451,12 +457,12 @@ def test_soft_labels():
     """Mean probabilities or mean logits, then p^(1/T) normalised: T = 1 leaves them, T = 1/2 squares them."""
     logits = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     probs = logits.softmax(-1).mean(0)
-    assert_close(server.soft_labels(Distillation(temperature=1.0), logits), probs)
+    assert_close(server.soft_labels(distillation(temperature=1.0), logits), probs)
     squared = probs.square() / probs.square().sum(-1, keepdim=True)
-    sharp = server.soft_labels(Distillation(), logits)
+    sharp = server.soft_labels(distillation(), logits)
     assert_close(sharp, squared)
     assert (sharp.max(-1).values > probs.max(-1).values).all()
-    mixed = server.soft_labels(Distillation(average="logits", temperature=1.0), logits)
+    mixed = server.soft_labels(distillation(average="logits", temperature=1.0), logits)
     assert_close(mixed, logits.mean(0).softmax(-1))
     assert (mixed - probs).abs().max() > 1e-2
 
@@ -473,7 +479,7 @@ def members():
 def test_gaussian_teachers():
     """Mean model, then clients, then draws mean + scale std eps with the weighted variance, at least 1e-6."""
     params, average, variance = members()
-    config = Distillation(samples=1500, scale=0.5)
+    config = distillation(samples=1500, scale=0.5)
     both = server.teachers(config, average, params, SHARES, rng.key(0))
     found = both["w"]
     assert found.shape == (1 + 3 + 1500, 2)
@@ -492,7 +498,7 @@ def test_dirichlet_teachers():
     """Draws are convex combinations of the clients' models, by data size on average, and the same for one key."""
     params = {"w": torch.eye(3).double(), "b": torch.eye(3).double()}
     average = tree.map(lambda value: torch.einsum("c,c...->...", SHARES, value), params)
-    config = Distillation(samples=400, sampling="dirichlet", concentration=50.0)
+    config = distillation(samples=400, sampling="dirichlet", concentration=50.0)
     drawn = server.teachers(config, average, params, SHARES, rng.key(0))
     mix = drawn["w"][4:]
     assert mix.shape == (400, 3)
@@ -516,7 +522,7 @@ def distilled(net, **options):
         asked.append(int(key))
         return rows
 
-    return emits, pull, server.distill(pull, net, give, Distillation(**options)), rows, asked
+    return emits, pull, server.distill(pull, net, give, distillation(**options)), rows, asked
 
 
 def test_identical_teachers_leave_the_student(net):
@@ -543,10 +549,10 @@ def test_distillation_goes_to_the_ensemble(net):
     update = answer(emits, state, scale=1.0)
     new, plain = fedbe.update(state, update), pull.update(state, update)
     key = rng.fold(state.key, 30_000, 0)
-    ensemble = server.teachers(Distillation(**options), plain.params, update.params, SHARES, rng.fold(key, 1))
+    ensemble = server.teachers(distillation(**options), plain.params, update.params, SHARES, rng.fold(key, 1))
     logits = vmap(lambda own: net.apply(own, rows, None)[0])(ensemble)
     assert logits.shape == (1 + 3 + 4, 20, 3)
-    target = server.soft_labels(Distillation(**options), logits)
+    target = server.soft_labels(distillation(**options), logits)
 
     def loss(params):
         return -(target * net.apply(params, rows, None)[0].log_softmax(-1)).sum(-1).mean()
@@ -559,7 +565,7 @@ def test_distillation_by_hand(net):
     """Four full-batch steps of clipped SGD at the schedule's rates; step 3 alone is averaged into the new model."""
     options = {"samples": 1, "lr": 0.7, "steps": 4, "batch": 64, "clip": 0.2}
     emits, pull, fedbe, rows, _ = distilled(net, **options)
-    config = Distillation(**options)
+    config = distillation(**options)
     assert server.swa_steps(config) == [3]
     state = fedbe.init(rng.key(0))
     update = answer(emits, state, scale=1.0)

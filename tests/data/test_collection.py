@@ -43,7 +43,7 @@ def test_texts(text: str, parts: list[Part]) -> None:
     ("text", "says"),
     [
         ("cifar", "no dataset 'cifar'; did you mean cifar10"),
-        ("", "no dataset ''; known are"),
+        ("", "no dataset ''; choose from"),
         ("cifar10+", "no dataset 'cifar10+'"),
         ("mnist+mnist", "names mnist twice"),
         ("folder", "names no path; write folder:PATH"),

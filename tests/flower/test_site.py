@@ -15,6 +15,7 @@ from PIL import Image
 
 import metavd
 from metavd.data.source import digits, moments
+from metavd.errors import UserError
 from metavd.evaluate.figures import of_clients
 from metavd.flower.config import FederationError
 from metavd.flower.site import Look, agree, check_fit, look, read_look, shared, write_look
@@ -138,12 +139,15 @@ def test_what_a_site_says_is_checked(text):
 @pytest.mark.parametrize(
     ("node", "sentence"),
     [
-        ({}, "this node has no data; start it with --node-config"),
+        ({}, "this node has no data; start it with --data npz:rows.npz"),
+        ({"data": "npz:x.npz", "polcy": "p.toml"}, "there is no node config key 'polcy'; did you mean policy"),
+        ({"partition-id": "first"}, "partition-id is 'first', but must be a whole number"),
+        ({"partition-id": 0, "train": "no"}, "train is 'no', but must be true or false"),
         ({"data": "digits+mnist"}, "names 2 datasets, but a site holds one"),
     ],
 )
 def test_a_node_without_usable_data_says_what_would_be_right(node, sentence):
-    with pytest.raises(FederationError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         look(node)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from rival_laws import assert_same, assert_schedules_agree, batches_in, setup_of
 from torch.distributions import Normal, kl_divergence
 from torch.func import grad
 
-from metavd.core.posterior import POSTERIORS, Choice, Spread, logit
+from metavd.core.posterior import POSTERIORS, Spread, logit
 from metavd.errors import SpecError
+from metavd.methods.variational import PosteriorOptions
 from metavd.runs.setup import start
 
+USUAL = PosteriorOptions().choice
+"""What a method asks of a posterior by default."""
 THETA = torch.linspace(-0.4, 0.5, 12, dtype=torch.float64).reshape(3, 4)
 ANCHORED: dict[str, Any] = {"prior": "anchored", "rate": 0.2}
 INPUTS: dict[str, Any] = {**ANCHORED, "per": "input", "draws": 1, "beta_ramp": 0.0}
@@ -22,7 +26,7 @@ INPUTS: dict[str, Any] = {**ANCHORED, "per": "input", "draws": 1, "beta_ramp": 0
 
 def built(kind: str, clamp: Any = "inward") -> Spread:
     """Return a posterior of one layer that starts, and stays, at rate 0.2."""
-    choice = Choice(rate=0.2, floor=-17.0, ceiling=2.0, clamp=clamp, prior="anchored")
+    choice = replace(USUAL, rate=0.2, ceiling=2.0, clamp=clamp, prior="anchored")
     made = POSTERIORS[kind].build(("fc",), lambda: {"fc.weight": THETA}, choice)
     assert isinstance(made, Spread)
     return made
@@ -139,5 +143,5 @@ def test_an_anchor_without_a_rate_is_refused_in_a_sentence() -> None:
 
 def test_the_usual_prior_goes_without_saying() -> None:
     """Files of personal models from before there was another say nothing of it, and still open."""
-    assert "prior" not in POSTERIORS["logvar"].build(("fc",), dict, Choice()).describe()
+    assert "prior" not in POSTERIORS["logvar"].build(("fc",), dict, USUAL).describe()
     assert built("logvar").describe()["prior"] == "anchored"

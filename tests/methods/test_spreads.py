@@ -10,7 +10,7 @@ from rival_laws import CLIENTS, answered, assert_same, assert_schedules_agree, b
 
 from metavd import methods
 from metavd.core import emit, local
-from metavd.core.posterior import LogVariance
+from metavd.core.posterior import POSTERIORS, LogVariance
 from metavd.core.types import Batch, Local, Move
 from metavd.errors import SpecError
 from metavd.runs.settings import Experiment, resolve, spec_hash
@@ -315,3 +315,23 @@ def test_what_other_parts_had_before_came_later_here() -> None:
     assert not methods.options_of("fedavg+metavd")["hyper_lr"].later
     assert all(methods.options_of(f"fedavg+{name}")[key].later
                for name in ("vd", "ensemblevd") for key in ("hyper_lr", "embedding", "spread_by"))  # fmt: skip
+
+
+class Mine(LogVariance):
+    """A posterior of a user's own."""
+
+
+def test_a_posterior_of_the_session_is_a_spread_like_a_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: `POSTERIORS.add` in a script is all that `spread` needs; it is listed after ours."""
+    monkeypatch.setattr(POSTERIORS, "_found", dict(POSTERIORS.own()))
+    monkeypatch.setattr(POSTERIORS, "_homes", dict(POSTERIORS._homes))
+    with pytest.raises(SpecError, match="spread is 'mine', but must be one of logvar, logalpha"):
+        methods.resolve("fedavg+vd", {"spread": "mine"})
+    POSTERIORS.add("mine", Mine, __name__)
+    assert methods.options_of("fedavg+vd")["spread"].allowed == ("logvar", "logalpha", "mine")
+    assert isinstance(setup_of("fedavg+vd", spread="mine").algorithm.posterior, Mine)
+
+
+def test_a_spread_that_per_input_would_ignore_is_refused() -> None:
+    with pytest.raises(SpecError, match="spread is 'logalpha', but per=input learns one log alpha per input unit"):
+        setup_of("fedavg+vd", per="input", spread="logalpha")

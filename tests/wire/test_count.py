@@ -8,6 +8,7 @@ import torch
 from metavd import methods, wire
 from metavd.core import rng
 from metavd.core.model import from_module
+from metavd.core.posterior import InputLogAlpha, LogVariance
 from metavd.models.cnn import cnn
 
 
@@ -65,24 +66,40 @@ def test_masks_of_units():
     mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 1])
     tree = {"fc.weight": torch.ones(16, 8), "fc.logalpha": torch.ones(8), "fc.mask": mask}
     assert wire.traffic(tree) == wire.Traffic(4 * (64 + 4) + 1, 4 * (64 + 4), 4 * (128 + 8))
-    assert wire.sparsity(tree) == {"layer": 0.5, "model": 0.5}
+    assert wire.sparsity(tree, InputLogAlpha(("fc",))) == {"layer": 0.5, "model": 0.5}
+
+
+class Halves(LogVariance):
+    """A posterior whose spreads have a name that none of ours have."""
+
+    ending = "halves"
+
+
+SPREADS = LogVariance(("fc",))
 
 
 def test_sparsity():
     """Masked weights over the masked layer's weights, and over all of the model's; spreads do not count."""
-    found = wire.sparsity(params(first(32)))
+    found = wire.sparsity(params(first(32)), SPREADS)
     assert found == pytest.approx({"layer": 0.75, "model": 96 / (128 + 16 + 24)})
-    assert wire.sparsity(params(None)) == {"layer": 0.0, "model": 0.0}
-    assert wire.sparsity(params(first(128))) == {"layer": 0.0, "model": 0.0}
+    assert wire.sparsity(params(None), SPREADS) == {"layer": 0.0, "model": 0.0}
+    assert wire.sparsity(params(first(128)), SPREADS) == {"layer": 0.0, "model": 0.0}
     two = params(first(32)) | {"out.mask": torch.zeros(3, 8)}
-    assert wire.sparsity(two)["layer"] == pytest.approx((96 + 24) / (128 + 24))
+    assert wire.sparsity(two, SPREADS)["layer"] == pytest.approx((96 + 24) / (128 + 24))
+
+
+def test_sparsity_does_not_count_the_spreads_of_any_posterior():
+    """Law: what a posterior's entries are called, by us or by a package, changes nothing."""
+    tree = params(first(32))
+    theirs = {("fc.halves" if name == "fc.logvar" else name): value for name, value in tree.items()}
+    assert wire.sparsity(theirs, Halves(("fc",))) == wire.sparsity(tree, SPREADS)
 
 
 def test_the_released_rules_send_dense_tensors():
     """An entry "keep" saves nothing: weights are sent as zeros; the client needs it, so it travels down as bits."""
     tree, plain = params(None) | {"fc.keep": first(32).float()}, wire.traffic(params(None))
     assert wire.traffic(tree) == plain._replace(down=plain.down + 16)
-    assert wire.sparsity(tree) == {"layer": 0.0, "model": 0.0}
+    assert wire.sparsity(tree, SPREADS) == {"layer": 0.0, "model": 0.0}
 
 
 # --- the paper's network -------------------------------------------------------------------------------------------
@@ -129,4 +146,4 @@ def test_dropped_weights_take_their_spreads_along(paper):
     assert found.up == 4 * (383_844 - 32_768) + 8 * kept
     assert found.down == found.up + 4_096
     assert found.dense == 4 * (383_844 + 32_768)
-    assert wire.sparsity(tree)["model"] == pytest.approx(0.068, abs=0.001)
+    assert wire.sparsity(tree, LogVariance(("fc1",)))["model"] == pytest.approx(0.068, abs=0.001)

@@ -17,8 +17,9 @@ from typing import Any
 import click
 
 from ..errors import FailedError, UserError
+from ..schema import nearest
 from ..version import VERSION
-from .terminal import Reporter
+from .terminal import CommandGroup, Reporter
 
 _HOMES = {
     "run": "train", "compare": "train", "show": "train", "methods": "catalogue", "datasets": "catalogue",
@@ -33,7 +34,7 @@ _LEAVE = 10.0
 """Seconds that rank 0 has for saying what is wrong before another rank ends, since torchrun then ends all of them."""
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """Commands that are imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -53,16 +54,6 @@ class _Commands(click.Group):
         found.context_settings.setdefault("help_option_names", _HELP)
         return found
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that is asked for, or say which one may have been meant."""
-        if args[0] not in _HOMES and not args[0].startswith("-"):
-            from ..schema import nearest  # noqa: PLC0415
-
-            raise UserError(f"there is no command {args[0]!r}; {nearest(args[0], self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
-
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, which may be stopped by hand while it still imports; click would print an empty line first."""
         try:
@@ -73,12 +64,10 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
-    invoke_without_command=True,
     context_settings={"help_option_names": _HELP, "max_content_width": 100, "show_default": True},
 )
 @click.version_option(VERSION, prog_name="metavd")
-@click.pass_context
-def cli(context: click.Context) -> None:
+def cli() -> None:
     """Personalised, Bayesian federated learning.
 
     \b
@@ -98,8 +87,6 @@ def cli(context: click.Context) -> None:
     metavd federate demo                a real federation, with Flower, on this machine
     metavd bench                        how fast it is here, beside other ways
     """  # noqa: D301 - click reads the backspace as "keep these lines"
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -112,6 +99,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
+    except click.NoSuchOption as error:
+        known = (
+            [] if error.ctx is None else [each for one in error.ctx.command.get_params(error.ctx) for each in one.opts]
+        )
+        hint = nearest(error.option_name, [each for each in known if each.startswith("--")])
+        _fail(f"there is no option {error.option_name}; {hint}", 2)
+    except click.MissingParameter as error:
+        _fail(
+            f"{_name(error)} is missing; {error.ctx.command_path if error.ctx else 'metavd'} --help says what it is", 2
+        )
     except click.BadParameter as error:
         _fail(_sentence(error), 2)
     except click.ClickException as error:
@@ -150,8 +147,12 @@ def _sentence(error: click.BadParameter) -> str:
             right += f" to {kind.max}" if kind.max is not None else "" if kind.min_open else " on"
     else:
         return error.format_message()
-    name = error.param.get_error_hint(error.ctx).strip("'")
-    return f"{name} is {value}, but must be {right}"
+    return f"{_name(error)} is {value}, but must be {right}"
+
+
+def _name(error: click.BadParameter) -> str:
+    """Return what a person calls a parameter: --seeds, or FILE."""
+    return "a value" if error.param is None else error.param.get_error_hint(error.ctx).strip("'")
 
 
 def _fail(text: str, status: int) -> None:

@@ -11,11 +11,23 @@ import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from ..errors import SpecError
 from . import later
-from .terminal import Reporter, console, experiment_of, how, print_table, setting, settings_of, where, words
+from .terminal import (
+    CommandGroup,
+    Reporter,
+    console,
+    experiment_of,
+    how,
+    print_table,
+    setting,
+    settings_of,
+    where,
+    words,
+)
 
 
-@click.group("data")
+@click.group("data", cls=CommandGroup)
 def data_group() -> None:
     """Get datasets, see what a path holds, see what clients hold."""
 
@@ -70,7 +82,7 @@ def show_command(
     """Show who would hold what: sizes and labels of the clients, and how far their test rows differ."""
     names, more = words(given_words)
     if names:
-        raise click.UsageError(f"data show takes settings such as clients=20, but got {names[0]!r}")
+        raise SpecError(f"data show takes settings such as clients=20, but got {names[0]!r}")
     experiment = experiment_of(settings_of(config, [*pairs, *more], given), None)
     data = later.runs_setup.data_of(experiment, None, Reporter().note)
     federation = later.runs_setup.deal(later.runs_setup.complete(experiment, data), data)

@@ -22,13 +22,13 @@ from .. import methods as catalogue
 from ..errors import UserError
 from ..extras import need
 from . import later
-from .terminal import FILE, FOLDER, PLACE, Finite, Reporter
+from .terminal import FILE, FOLDER, PLACE, CommandGroup, Finite, Reporter, setting
 from .train import print_results
 
 _PORTS = click.IntRange(1, 65_535)
 
 
-@click.group("federate")
+@click.group("federate", cls=CommandGroup)
 def federate_group() -> None:
     """Train where the data is: a federation on Flower, docs/deploy.md.
 
@@ -53,9 +53,9 @@ def _ready() -> None:
 
 @federate_group.command("demo")
 @click.option("--nodes", type=click.IntRange(1, 50), default=3, help="Clients, two processes each.")
-@click.option("--rounds", type=click.IntRange(1, 10_000), default=5, help="Communication rounds.")
-@click.option("--method", default="reptile+metavd+drop", help="See metavd methods.")
-@click.option("--seed", type=int, default=0, help="Seed of everything random.")
+@setting("rounds", "N", value=5)
+@setting("method", "METHOD", value="reptile+metavd+drop")
+@setting("seed", "S", value=0)
 @click.option("--set", "text", default=None, metavar="TEXT", help="Options of the method, such as 'beta=2 lr=0.05'.")
 @click.option("--out", type=PLACE, metavar="DIR", help="Folder for results. [default: below runs/]")
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: anybody on this machine could join.")
@@ -351,7 +351,8 @@ def _app_config(app: Path | None) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no app of metavd ({error}); write one with metavd federate app") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is no app of metavd ({why}); write one with metavd federate app") from None
 
 
 def _need_superlink(name: str) -> None:

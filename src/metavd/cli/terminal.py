@@ -18,8 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import methods as catalogue
-from ..errors import SpecError
+from ..errors import SpecError, UserError
 from ..runs.settings import SETTINGS, Experiment, from_toml, with_settings
+from ..schema import Value, nearest
 from . import later
 
 if TYPE_CHECKING:
@@ -35,6 +36,24 @@ class Finite(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value!r} is not a number", param, ctx)
         return found
+
+
+class CommandGroup(click.Group):
+    """Commands under one word: alone it shows their help, and an unknown command names the nearest."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read argv, where there is any."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is asked for, or say which one may have been meant."""
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            asked = " ".join([*ctx.command_path.split()[1:], args[0]])
+            raise UserError(f"there is no command {asked!r}; {nearest(args[0], known)}")
+        return super().resolve_command(ctx, args)
 
 
 FILE, FOLDER, PLACE = click.Path(dir_okay=False), click.Path(file_okay=False), click.Path()
@@ -205,8 +224,8 @@ def words(given: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def experiment_of(settings: Mapping[str, Any], method: str | None) -> Experiment:
     """Build the experiment that a command asks for."""
-    base = with_settings(Experiment(), {"method": catalogue.check(method)}) if method else Experiment()
-    return with_settings(base, {key: value for key, value in settings.items() if not (method and key == "method")})
+    base = with_settings(Experiment(), {"method": catalogue.check(method)}) if method is not None else Experiment()
+    return with_settings(base, {key: value for key, value in settings.items() if method is None or key != "method"})
 
 
 Command = Callable[..., None]
@@ -224,14 +243,28 @@ def adding(*options: Decorator) -> Decorator:
     return add
 
 
-def setting(name: str, metavar: str, default: str = "", **more: Any) -> Decorator:
-    """Return the option of a command that sets a setting of the experiment, described as the setting is."""
+def setting(name: str, metavar: str, default: str = "", value: Value | None = None, **more: Any) -> Decorator:
+    """Return the option of a command that sets a setting of the experiment, described as the setting is.
+
+    Where it is not given, the command gets the value: None, unless the command has a default of its own.
+    """
     about = SETTINGS[name]
     kind = type(about.default)
-    shown = default or ("the dataset's" if about.from_data is not None else str(about.default))
+    shown = (
+        default
+        or (str(value) if value is not None else "")
+        or ("the dataset's" if about.from_data is not None else str(about.default))
+    )
     text = f"{about.help[0].upper()}{about.help[1:]}. [default: {shown}]"
     return click.option(
-        f"--{name.replace('_', '-')}", name, type=kind, default=None, metavar=metavar, help=text, **more
+        f"--{name.replace('_', '-')}",
+        name,
+        type=kind,
+        default=value,
+        show_default=False,
+        metavar=metavar,
+        help=text,
+        **more,
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import objective as objective
     from . import optim as optim
     from . import posterior as posterior
+    from . import posteriors as posteriors
     from . import predict as predict
     from . import prior as prior
     from . import privacy as privacy

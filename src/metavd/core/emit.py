@@ -21,7 +21,7 @@ from ..ops.posterior import clamp
 from ..tree import Params
 from . import rng
 from .model import xavier
-from .posterior import Posterior, per_weight
+from .posterior import Posterior, entries, per_weight
 from .types import NEW, Admit, Batch, Emit, Model, Objective
 
 SERVER = "server."
@@ -82,20 +82,11 @@ def row(table: Tensor, client: Tensor) -> Tensor:
     return torch.where(client < 0, table.mean(0), table[client.clamp(min=0)])
 
 
-def _entries(model: Model, posterior: Posterior) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return layer, name and shape of all entries of a posterior."""
-    return [
-        (layer, name, shape)
-        for layer in posterior.layers
-        for name, shape in posterior.entries(layer, model.layers[layer]).items()
-    ]
-
-
 def _filled(model: Model, posterior: Posterior, params: Params, value: Callable[[str], float], *lead: int) -> Params:
     """Return all entries of a posterior, each holding one number, with some leading axes."""
     return {
         name: params[f"{layer}.weight"].new_full((*lead, *shape), value(name))
-        for layer, name, shape in _entries(model, posterior)
+        for layer, name, shape in entries(posterior, model.layers)
     }
 
 
@@ -110,7 +101,7 @@ def learned(base: Emit, model: Model, posterior: Posterior, owners: int = 0) -> 
 
     def apply(params: Params, client: Tensor, round: Tensor) -> Params:
         received = base.apply(params, client, round)
-        for _, name, _ in _entries(model, posterior):
+        for _, name, _ in entries(posterior, model.layers):
             stored = row(params[prefix + name], client) if owners else params[name]
             received[name] = posterior.bounded(name, stored)
         return received
@@ -167,7 +158,7 @@ def meta(
     repeats the released code's second clamp: h is cut to +-8.5, and the half of that which lies below the layer's own
     floor gets no gradient there.
     """
-    shapes = {name: shape for _, name, shape in _entries(model, posterior)}
+    shapes = {name: shape for _, name, shape in entries(posterior, model.layers)}
     outputs = sum(math.prod(shape) for shape in shapes.values())
     embedded = size or embedding_size(num_clients)
     widths = [embedded, *[width] * depth, outputs]

@@ -12,14 +12,14 @@ swallows the KL's first steps; near 0 it does not.
 
     dropout rate  p = alpha / (1 + alpha) = sigma^2 / (sigma^2 + theta^2)
 
-Another posterior is a class that fills `Posterior`, alone or as a `Spread`. A package offers it under a name by the
-entry point group `metavd.posteriors`; the option `spread` then takes that name.
+Another posterior is a class that fills `Posterior`, alone or as a `Spread`. A script adds it to `POSTERIORS` under a
+name, and a package by the entry point group `metavd.posteriors`; the option `spread` then takes that name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any, ClassVar, Protocol, Self
@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from ..ops import posterior as ops
-from ..registry import Registry
 from ..tree import Params
+from .posteriors import POSTERIORS
 
-GROUP = "metavd.posteriors"
 _EPS = 1e-10
 """Added to variances before they are inverted, as in the released code."""
 
@@ -40,13 +39,13 @@ _EPS = 1e-10
 class Choice:
     """What a user may ask of a posterior; options of the methods have these names, and say what each means."""
 
-    rate: float = 0.0
-    floor: float = -17.0
-    ceiling: float = 0.0
-    max_rate: float = 0.99
-    clamp: ops.Clamp = "inward"
-    kl_epsilon: ops.Epsilon = "weight"
-    prior: ops.Prior = "hierarchical"
+    rate: float
+    floor: float
+    ceiling: float
+    max_rate: float
+    clamp: ops.Clamp
+    kl_epsilon: ops.Epsilon
+    prior: ops.Prior
 
 
 class Posterior(Protocol):
@@ -121,6 +120,15 @@ class Posterior(Protocol):
     def kl(self, params: Params, *, mean: bool = True) -> Tensor:
         """Return the KL over all layers, its mean (the released code's) or its sum (the ELBO's)."""
         ...
+
+
+def entries(posterior: Posterior, weights: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return layer, name and shape of all that travels for a posterior, given the shapes of its layers' weights."""
+    return [
+        (layer, name, shape)
+        for layer in posterior.layers
+        for name, shape in posterior.entries(layer, weights[layer]).items()
+    ]
 
 
 def per_weight(value: Tensor, weight: Tensor) -> Tensor:
@@ -266,8 +274,8 @@ class Spread:
         The mean runs over all spreads of all layers. The gradient goes to the spread alone: theta is held fixed, as in
         the released code.
         """
-        shapes = (self.entries(layer, tuple(params[f"{layer}.weight"].shape)) for layer in self.layers)
-        count = sum(math.prod(shape) for entries in shapes for shape in entries.values())
+        weights = {layer: tuple(params[f"{layer}.weight"].shape) for layer in self.layers}
+        count = sum(math.prod(shape) for _, _, shape in entries(self, weights))
         scale = 1 / count if mean else 1.0
         return reduce(torch.add, (self.layer_kl(params, layer, scale) for layer in self.layers))
 
@@ -370,8 +378,6 @@ class InputLogAlpha(Spread):
         return {"alpha": self.spread(params, layer).exp()}
 
 
-POSTERIORS: Registry[type[Posterior]] = Registry(GROUP)
-"""Every posterior by name; `POSTERIORS.add(name, Mine, __name__)` in a file of your own adds one."""
 for _posterior in (LogVariance, LogAlpha, InputLogAlpha):
     POSTERIORS.add(_posterior.name, _posterior, __name__)
 

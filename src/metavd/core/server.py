@@ -324,20 +324,20 @@ def prune(
 
 @dataclass(frozen=True)
 class Distillation:
-    """FedBE's hyper-parameters; the defaults follow the FedBE paper where the released MetaVD code differs."""
+    """FedBE's hyper-parameters."""
 
-    samples: int = 10
-    sampling: Literal["gaussian", "dirichlet"] = "gaussian"
-    scale: float = 0.1
+    samples: int
+    sampling: Literal["gaussian", "dirichlet"]
+    scale: float
     """Standard deviations of a Gaussian sample around the mean."""
-    concentration: float = 1.0
-    average: Literal["probs", "logits"] = "probs"
-    temperature: float = 0.5
+    concentration: float
+    average: Literal["probs", "logits"]
+    temperature: float
     """Sharpening p^(1/T); 1 leaves the average as it is."""
-    lr: float = 0.01
-    min_lr: float = 9e-5
-    steps: int = 72
-    batch: int = 64
+    lr: float
+    min_lr: float
+    steps: int
+    batch: int
     swa_period: int = 3
     clip: float | None = 5.0
 
@@ -346,9 +346,6 @@ def distill_rates(config: Distillation) -> list[float]:
     """Return the learning rate of each step: constant, then a straight line down, then min_lr.
 
     With 72 steps: 1-35 at lr, 36-53 falling, 54-72 at min_lr.
-
-    >>> rates = distill_rates(Distillation(lr=0.9)); len(rates), rates[34], rates[35] < 0.9, rates[53] == rates[71]
-    (72, 0.9, True, True)
     """
     last = config.steps * 3 // 4
     hold = config.steps // 2 - 1
@@ -358,11 +355,7 @@ def distill_rates(config: Distillation) -> list[float]:
 
 
 def swa_steps(config: Distillation) -> list[int]:
-    """Return the steps (counted from 1) whose iterates are averaged: every third of the last quarter.
-
-    >>> swa_steps(Distillation())
-    [54, 57, 60, 63, 66, 69, 72]
-    """
+    """Return the steps (counted from 1) whose iterates are averaged: every third of the last quarter."""
     return list(range(config.steps * 3 // 4, config.steps + 1, config.swa_period))
 
 

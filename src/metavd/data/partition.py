@@ -11,7 +11,6 @@ Shape letters: n rows, C clients (participating first, then unseen), K classes.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from numbers import Real
 
 import numpy as np
 
+from ..schema import nearest
 from .partitioners import (
     MAX_TRIES,
     PARTITIONS,
@@ -158,8 +158,7 @@ def leaving_out(text: str, source: Source | None) -> tuple[int, ...]:
     names = [wanted] if wanted in known else [name.strip() for name in wanted.split(",")]
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 3, 0.5)
-            there = f"did you mean {' or '.join(close)}?" if close else f"the clients are {some(known)}."
+            there = nearest(name, known, f"the clients are {some(known)}.")
             raise PartitionError(f"unseen names {name!r}, but there is no such client; {there}")
     if len(set(names)) < len(names):
         raise PartitionError(f"unseen is {text!r}, which names a client twice; name each once.")
@@ -332,8 +331,7 @@ def _check_count(name: str, value: int, low: int) -> None:
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        close = difflib.get_close_matches(str(value), known, n=1) or known
-        raise PartitionError(f"{name} is {value!r}, but it must be {' or '.join(close)}.")
+        raise PartitionError(f"{name} is {value!r}; {nearest(str(value), known)}")
 
 
 def _check_given(seed: int, test_rows: str, **shares: float) -> None:

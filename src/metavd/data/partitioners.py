@@ -8,7 +8,6 @@ Shape letters: n rows, C clients, K classes.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 
 from ..errors import SpecError
 from ..registry import Registry
+from ..schema import nearest
 
 Partitioner = Callable[[np.ndarray, int, np.random.RandomState, np.ndarray | None], list[np.ndarray]]
 """(labels (n,), number of clients, generator, natural client ids (n,) or None) -> each client's positions in y."""
@@ -186,11 +186,8 @@ def parse(spec: str, *, least: int = 1) -> Partitioner:
     """
     name, colon, text = str(spec).partition(":")
     if name not in PARTITIONS:
-        close = difflib.get_close_matches(name.strip().lower(), PARTITIONS, n=2, cutoff=0.5) or list(PARTITIONS)
-        examples = " or ".join(PARTITIONS[other].example for other in close)
-        raise PartitionError(
-            "; ".join([f"There is no partition {spec!r}", f"did you mean {examples}?", *PARTITIONS.broken])
-        )
+        hint = nearest(str(spec), (kind.example for kind in PARTITIONS.values()))
+        raise PartitionError("; ".join([f"There is no partition {spec!r}", hint, *PARTITIONS.broken]))
     kind = PARTITIONS[name]
     if kind.value is None:
         if colon:

@@ -22,13 +22,15 @@ Shape letters: N samples, K classes, M bins.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from .scores import checked, correct, one_hot
 
+P = ParamSpec("P")
 BINS = 15
 """Of a reliability diagram, where nothing else is said."""
 
@@ -122,44 +124,26 @@ def maximum_error(bins: Reliability) -> float:
     return float(_gap(bins).max())
 
 
-def ece_top1(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
-    """Return the expected calibration error of the predicted class: sum_b n_b/N |acc_b - conf_b|."""
-    return expected_error(top1(probs, y, bins))
+def _errors(name: str, diagram: Callable[P, Reliability]) -> tuple[Callable[P, float], Callable[P, float]]:
+    """Return the functions ece_NAME and mce_NAME of what the diagram is made of."""
+
+    def expected(*args: P.args, **options: P.kwargs) -> float:
+        """Return the expected calibration error of the diagram of that name: sum_b n_b/n |acc_b - conf_b|."""
+        return expected_error(diagram(*args, **options))
+
+    def maximum(*args: P.args, **options: P.kwargs) -> float:
+        """Return the largest calibration error of a bin of the diagram of that name: max_b |acc_b - conf_b|."""
+        return maximum_error(diagram(*args, **options))
+
+    for kind, error in (("ece", expected), ("mce", maximum)):
+        error.__name__ = error.__qualname__ = f"{kind}_{name}"
+    return expected, maximum
 
 
-def mce_top1(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
-    """Return the largest calibration error of a bin of the predicted class: max_b |acc_b - conf_b|."""
-    return maximum_error(top1(probs, y, bins))
-
-
-def ece_mass(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
-    """Return the expected calibration error of the predicted class in bins of equal counts."""
-    return expected_error(mass(probs, y, bins))
-
-
-def mce_mass(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
-    """Return the largest calibration error of a bin of the predicted class, bins having equal counts."""
-    return maximum_error(mass(probs, y, bins))
-
-
-def ece_classwise(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
-    """Return the mean over classes of the expected calibration error of the class's probability."""
-    return expected_error(classwise(probs, y, bins))
-
-
-def mce_classwise(probs: np.ndarray, y: np.ndarray, bins: int = BINS) -> float:
-    """Return the largest calibration error of any class's bin."""
-    return maximum_error(classwise(probs, y, bins))
-
-
-def ece_flat(probs: np.ndarray, y: np.ndarray, bins: int = 10, *, released: bool = False) -> float:
-    """Return the paper's expected calibration error, over all N K class probabilities."""
-    return expected_error(flat(probs, y, bins, released=released))
-
-
-def mce_flat(probs: np.ndarray, y: np.ndarray, bins: int = 10, *, released: bool = False) -> float:
-    """Return the paper's maximum calibration error, over all N K class probabilities."""
-    return maximum_error(flat(probs, y, bins, released=released))
+ece_top1, mce_top1 = _errors("top1", top1)
+ece_mass, mce_mass = _errors("mass", mass)
+ece_classwise, mce_classwise = _errors("classwise", classwise)
+ece_flat, mce_flat = _errors("flat", flat)
 
 
 # --- temperature -----------------------------------------------------------------------------------------------------

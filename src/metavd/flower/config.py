@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ from .. import methods
 from ..data.source import Source
 from ..errors import FailedError, SpecError, UserError
 from ..runs.settings import SETTINGS, Experiment, resolve, with_settings
-from ..schema import Option, nearest, option, options
+from ..schema import Option, like, nearest, option, options
 from ..version import VERSION
 from ..wire import Limits
 
 SERVER_APP = "metavd.flower.server:app"
 APP = "metavd-app"
 _MANY = 10**7
-_LIMITS = {each.name: each for each in fields(Limits)}
 
 
 class FederationError(UserError):
@@ -37,19 +36,14 @@ class FailedRunError(FailedError):
     """A federation that was started as it should be and did not come to its end; the text says why."""
 
 
-def _limit(name: str) -> Any:
-    """Make the field of a bound that the guard keeps."""
-    return field(default=_LIMITS[name].default, metadata=_LIMITS[name].metadata)
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """A run config, checked. Its keys are the fields' names with dashes."""
 
-    method: str = option("reptile+metavd", "metavd methods lists all", canonical=methods.check)
+    method: str = like(Experiment, "method")
     set: str = option("", "options of the method and settings of metavd run, such as 'beta=2 drop_from=10 model=mlp'")
-    rounds: int = option(20, "communication rounds", low=1, high=_MANY)
-    seed: int = option(0, "of everything random", low=0, high=2**32 - 1)
+    rounds: int = like(Experiment, "rounds", 20)
+    seed: int = like(Experiment, "seed")
     out: str = option("runs/federation", "folder on the server for checkpoints and results; a run goes on from it")
     clients: int = option(0, "clients that the run begins with; 0: those that are there", low=0, high=_MANY)
     cohort: float = option(0.0, "clients asked in a round, a number or a share below 1; 0: all", low=0, high=_MANY)
@@ -73,14 +67,14 @@ class RunConfig:
         False, "noise of +dp, and whom a round asks, come from the seed as in the simulator: for tests, not private"
     )
     server_data: str = option("", "the server's own unlabelled rows, for fedbe, such as npz:rows.npz")
-    max_bytes: int = _limit("max_bytes")
-    max_norm: float = _limit("max_norm")
-    max_change: float = _limit("max_change")
-    max_size: float = _limit("max_size")
-    max_against: float = _limit("max_against")
-    max_share: float = option(2.0, "most that a client weighs in a round, times the median client; 0: no bound", low=0)
-    max_samples: float = _limit("max_samples")
-    max_offences: int = _limit("max_offences")
+    max_bytes: int = like(Limits, "max_bytes")
+    max_norm: float = like(Limits, "max_norm")
+    max_change: float = like(Limits, "max_change")
+    max_size: float = like(Limits, "max_size")
+    max_against: float = like(Limits, "max_against")
+    max_share: float = like(Experiment, "max_share", 2.0)
+    max_samples: float = like(Limits, "max_samples")
+    max_offences: int = like(Limits, "max_offences")
     max_silences: int = option(
         5, "silences in a row after which a client is asked no more, until the run is started again", low=1
     )
@@ -91,7 +85,7 @@ class RunConfig:
     @property
     def limits(self) -> Limits:
         """What the server puts up with."""
-        return Limits(**{name: getattr(self, name) for name in _LIMITS})
+        return Limits(**{name: getattr(self, name) for name in options(Limits)})
 
     def asked(self, there: int) -> int:
         """Return how many of the clients that are there a round asks."""
@@ -111,21 +105,52 @@ def _count(value: float, whole: int) -> int:
     return -int(-value * whole // 1) if value < 1 else int(value)
 
 
-KEYS: Mapping[str, Option] = {
-    name.replace("_", "-"): replace(key, name=name.replace("_", "-")) for name, key in options(RunConfig).items()
-}
+@dataclass(frozen=True)
+class NodeConfig:
+    """What a site is told by whoever runs it. Its keys are the fields' names with dashes."""
+
+    data: str = option("", "the site's rows, such as npz:rows.npz or folder:photos")
+    client: str = option("", "of data with several people, whose rows this site has")
+    root: str = like(Experiment, "root")
+    partition_id: int = option(-1, "a share of the run's dataset in place of data", low=-1, high=_MANY)
+    num_partitions: int = option(0, "of Flower's simulation; the run says how many shares there are", low=0)
+    name: str = option("", "how the server's log calls this site")
+    policy: str = option("", "file that says what the site allows")
+    state: str = option("", "folder for what a client keeps between rounds")
+    train: bool = option(True, "false: be personalised and tested, but never trained with")
+    device: str = option("cpu", "cpu or cuda")
+    seeded_noise: bool = option(False, "noise of +dp comes from the seed as in the simulator: for tests, not private")
+
+
+def _keys(schema: Any) -> dict[str, Option]:
+    """Return the options of a schema by their names with dashes."""
+    dashed = {name.replace("_", "-"): key for name, key in options(schema).items()}
+    return {name: replace(key, name=name) for name, key in dashed.items()}
+
+
+def _checked(what: str, keys: Mapping[str, Option], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config by the names of the schema's fields."""
+    for key in config:
+        if key not in keys:
+            raise FederationError(f"there is no {what} config key {key!r}; {nearest(key, keys)}")
+    return {key.replace("-", "_"): keys[key].check(value) for key, value in config.items()}
+
+
+KEYS: Mapping[str, Option] = _keys(RunConfig)
 """The run config, key by key."""
+_NODE_KEYS = _keys(NodeConfig)
 
 
 def run_config(config: Mapping[str, Any]) -> RunConfig:
     """Check a run config; what it leaves out takes its default."""
-    for key in config:
-        if key not in KEYS:
-            raise FederationError(f"there is no run config key {key!r}; {nearest(key, list(KEYS))}")
-    values: dict[str, Any] = {key.replace("-", "_"): KEYS[key].check(value) for key, value in config.items()}
-    checked = RunConfig(**values)
+    checked = RunConfig(**_checked("run", KEYS, config))
     settings(checked)
     return checked
+
+
+def node_config(config: Mapping[str, Any]) -> NodeConfig:
+    """Check a node config; what it leaves out takes its default."""
+    return NodeConfig(**_checked("node", _NODE_KEYS, config))
 
 
 def settings(config: RunConfig) -> dict[str, Any]:

@@ -405,7 +405,10 @@ def _summary(setup: FederationSetup, state: ServerState, reports: Reports) -> di
     shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     clients = [client for client in reports if client < registry.GUESTS] or [0]
     found = [
-        sparsity(shared | masks_of(setup.task.algorithm.serve(state.params, torch.tensor(client), state.round)))
+        sparsity(
+            shared | masks_of(setup.task.algorithm.serve(state.params, torch.tensor(client), state.round)),
+            setup.task.algorithm.posterior,
+        )
         for client in clients
     ]
     test, unseen = (parts[name]["accuracy"] for name in ("test", "unseen"))

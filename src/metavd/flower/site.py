@@ -36,7 +36,7 @@ from ..data.source import Columns, Source, moments
 from ..runs.settings import Experiment, content
 from ..runs.setup import channels_last, deal
 from ..serve.samples import blank, class_names, samples
-from .config import FederationError
+from .config import FederationError, NodeConfig, node_config
 from .message import cleaned
 
 SITES = "sites"
@@ -80,13 +80,15 @@ class Look:
 
 def look(node: Mapping[str, Any]) -> Look | None:
     """Return what the rows of a node are like; None of a share, which the server knows already."""
-    if "data" not in node:
-        if "partition-id" not in node:
+    told = node_config(node)
+    if not told.data:
+        if told.partition_id < 0:
             raise FederationError(
-                "this node has no data; start it with --node-config 'data=\"npz:rows.npz\"', or with a partition-id"
+                "this node has no data; start it with --data npz:rows.npz (flower-supernode: with --node-config "
+                "'data=\"npz:rows.npz\"'), or with a partition-id"
             )
         return None
-    text, root = str(node["data"]), str(node.get("root", "data"))
+    text = told.data
     parts = collection.parse(text)
     if len(parts) > 1:
         raise FederationError(f"data is {text!r}, which names {len(parts)} datasets, but a site holds one; name one")
@@ -110,7 +112,7 @@ def look(node: Mapping[str, Any]) -> Look | None:
         x, y = stack.x, np.array([names.index(row.label) for row in rows])
         test = np.array([row.test for row in rows]) if split else None
     else:
-        source = _numbers(collection.load(text, root).sources[0], text)
+        source = _numbers(collection.load(text, told.root).sources[0], text)
         shape, dtype = source.x.shape[1:], str(source.x.dtype)
         return Look(
             rows=len(source.y), shape=shape, dtype=dtype, classes=source.num_classes, names=(), mean=source.mean,
@@ -294,15 +296,15 @@ def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source
 
 def settle(node: Mapping[str, Any], e: Experiment, takes: Source, classes: Sequence[str]) -> Site:
     """Read a node's rows as the run wants them."""
-    device = str(node.get("device", "cpu"))
-    if "data" in node:
-        return Site(_pool(_own(node, e, takes, classes), replace(e, device=device)), 0)
+    told = node_config(node)
+    if told.data:
+        return Site(_pool(_own(told, e, takes, classes), replace(e, device=told.device)), 0)
     if e.data == SITES:
         raise FederationError(
             "the run has no dataset to take a share of; start this node with --node-config 'data=\"npz:rows.npz\"'"
         )
-    held = _dealt(json.dumps(content(replace(e, device=device))), str(node.get("root", "data")))
-    index, count = int(node["partition-id"]), len(held.federation.train)
+    held = _dealt(json.dumps(content(replace(e, device=told.device))), told.root)
+    index, count = told.partition_id, len(held.federation.train)
     if not 0 <= index < count:
         raise FederationError(
             f"partition-id is {index}, but the run deals {e.data} to {count} nodes; use 0 to {count - 1}"
@@ -321,14 +323,13 @@ def _pool(federation: Federation, e: Experiment) -> Pool:
     return pool(federation, e.device, getattr(torch, e.dtype), channels_last=channels_last(e))
 
 
-def _own(node: Mapping[str, Any], e: Experiment, takes: Source, classes: Sequence[str]) -> Federation:
-    text = str(node["data"])
-    rows = samples(text, takes, classes, data=text, root=str(node.get("root", "data")))
+def _own(told: NodeConfig, e: Experiment, takes: Source, classes: Sequence[str]) -> Federation:
+    text, who = told.data, told.client
+    rows = samples(text, takes, classes, data=text, root=told.root)
     if rows.y is None:
         raise FederationError(f"{text} has no labels, but a client trains on labelled rows")
     kept = np.ones(len(rows.y), bool)
-    if "client" in node:
-        who = str(node["client"])
+    if who:
         if who not in rows.clients():
             raise FederationError(f"client is {who!r}, but {text} holds {', '.join(rows.clients()[:8]) or 'none'}")
         kept = np.array([each == who for each in rows.client or ()])

@@ -6,7 +6,6 @@ reptile(drop(metavd(plain))). What goes with what follows from what the parts gi
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
@@ -206,9 +205,7 @@ def parse(name: str) -> list[Entry]:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, 3, 0.4)
-    answer = f"did you mean {' or '.join(close)}?" if close else "metavd methods lists all"
-    return "; ".join([answer, *REGISTRY.broken])
+    return "; ".join([schema.nearest(word, known, "metavd methods lists all"), *REGISTRY.broken])
 
 
 def check(name: str) -> str:

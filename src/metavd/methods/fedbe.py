@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .. import core
 from ..errors import SpecError
@@ -11,6 +11,9 @@ from ..schema import option
 from .averaging import averaged
 from .catalogue import base
 from .parts import SOFTMAX, Parts, Training
+
+if TYPE_CHECKING:
+    from ..core.server import Distillation
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,15 @@ class FedBEOptions(Training):
     distill_batch: int = option(64, "rows in a step", low=1)
 
     @property
+    def distillation(self) -> Distillation:
+        """What is asked of the distillation itself; the defaults are the FedBE paper's."""
+        return core.server.Distillation(
+            samples=self.teachers, sampling=self.teacher_law, scale=self.teacher_scale,
+            concentration=self.concentration, average=self.average, temperature=self.temperature, lr=self.distill_lr,
+            min_lr=self.distill_last_lr, steps=self.distill_steps, batch=self.distill_batch,
+        )  # fmt: skip
+
+    @property
     def server_rows_share(self) -> float:
         """Share of every client's rows that the server gets, unlabelled."""
         return self.server_share
@@ -55,12 +67,7 @@ class FedBEOptions(Training):
 )
 def fedbe(parts: Parts, o: FedBEOptions) -> core.types.Algorithm:
     """FedAvg whose mean is taught by an ensemble of models on the server's unlabelled rows."""
-    config = core.server.Distillation(
-        samples=o.teachers, sampling=o.teacher_law, scale=o.teacher_scale, concentration=o.concentration,
-        average=o.average, temperature=o.temperature, lr=o.distill_lr, min_lr=o.distill_last_lr,
-        steps=o.distill_steps, batch=o.distill_batch,
-    )  # fmt: skip
     rows, model = parts.setting.server_rows, parts.model
     if rows is None:
         raise SpecError("fedbe needs unlabelled rows on the server; give the federation a server_share above 0")
-    return averaged(replace(parts, wrap=lambda base: core.server.distill(base, model, rows, config)), o)
+    return averaged(replace(parts, wrap=lambda base: core.server.distill(base, model, rows, o.distillation)), o)

@@ -142,8 +142,7 @@ class Parts:
         """Names of what travels for the posterior, where there is one."""
         if self.posterior is None:
             return []
-        shapes = self.model.layers
-        return [name for layer in self.posterior.layers for name in self.posterior.entries(layer, shapes[layer])]
+        return [name for _, name, _ in core.posterior.entries(self.posterior, self.model.layers)]
 
 
 # --- options that bases share ----------------------------------------------------------------------------------------

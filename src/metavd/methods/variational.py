@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from .. import core
@@ -20,25 +19,21 @@ from .parts import POSTERIOR, Options, Parts, linear_layers, named
 if TYPE_CHECKING:
     from ..core.emit import Shares
     from ..core.optim import Sgd
-    from ..core.posterior import Posterior
+    from ..core.posterior import Choice, Posterior
     from ..core.types import Algorithm, Emit, Local, Model
 
 _METAVD = "Jeon et al., NeurIPS 2023"
 _CONSTANT = -8.5
 """log sigma^2 of the released code's evaluation, and of a start without a rate."""
+_SPREADS = ("logvar", "logalpha")
+"""Our own posteriors with one spread a weight; the third, one spread an input unit, is what per=input asks for."""
 _RATES = (0.03, 0.1, 0.3, 0.9)
 """Server rates that may be searched for what predicts a spread."""
 
 
-@cache
 def _spreads() -> Sequence[str]:
-    """Name the posteriors that weights may have; a package's own is imported when it is asked for.
-
-    Packages are looked for once, as registries do: it takes 4 ms, and a run checks its options many times.
-    """
-    from importlib.metadata import entry_points  # noqa: PLC0415 (a tenth of the time of --help)
-
-    return ("logvar", "logalpha", *sorted(point.name for point in entry_points(group="metavd.posteriors")))
+    """Name the posteriors that weights may have; a package's own is imported when it is asked for."""
+    return (*_SPREADS, *sorted(core.posteriors.POSTERIORS.names().difference(_SPREADS, ["input"])))
 
 
 @dataclass(frozen=True)
@@ -103,6 +98,12 @@ class PosteriorOptions(Options):
     test_noise: Literal["own", "constant"] = option(
         "own", "spread at test: the client's own, or -8.5 for all", released="constant"
     )
+
+    @property
+    def choice(self) -> Choice:
+        """What is asked of the posterior itself."""
+        kind = core.posterior.Choice
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,14 @@ class EnsembleVDOptions(OwnedOptions, VDOptions):
 
 def _noise(model: Model, o: PosteriorOptions) -> Posterior:
     """Build the posterior from the options."""
+    if o.per == "input" and o.spread != _SPREADS[0]:
+        raise SpecError(
+            f"spread is {o.spread!r}, but per=input learns one log alpha per input unit; leave one of them out"
+        )
     kind = core.posterior.named("input" if o.per == "input" else o.spread)
     layers = named(model, o.layers, linear_layers(model) if kind.everywhere else model.variational)
-    choice = core.posterior.Choice(**{each.name: getattr(o, each.name) for each in fields(core.posterior.Choice)})
     try:
-        return kind.build(layers, lambda: model.init(core.rng.key(0)), choice)
+        return kind.build(layers, lambda: model.init(core.rng.key(0)), o.choice)
     except ValueError as error:
         raise SpecError(str(error)) from None
 

@@ -71,7 +71,7 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test", *, count: in
         for result, masks in _answered(setup, state, clients, split):
             results.append(result)
             if clients is known:
-                sparsities.append(wire.sparsity(shared | masks))
+                sparsities.append(wire.sparsity(shared | masks, setup.algorithm.posterior))
     released = setup.released
     parts = (results[: len(known)], results[len(known) :])
     test, new = (summarize(part, released=released) for part in parts)

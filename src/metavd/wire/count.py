@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..core.posterior import Posterior, entries
 from ..tree import Params
 from . import masks
 from .codec import stored_bytes
@@ -62,12 +63,16 @@ def together(params: Params, *, half: bool = False) -> Callable[[], Traffic]:
     return counted
 
 
-def sparsity(params: Params) -> dict[str, float]:
-    """Return the share of masked weights in the masked layers, and in the whole model (spreads not counted)."""
+def sparsity(params: Params, posterior: Posterior | None = None) -> dict[str, float]:
+    """Return the share of masked weights in the masked layers, and in the whole model (a posterior's not counted)."""
+    spreads: set[str] = set()
+    if posterior is not None:
+        weights = {layer: tuple(params[f"{layer}.weight"].shape) for layer in posterior.layers}
+        spreads = {name for _, name, _ in entries(posterior, weights)}
     masked = layer_weights = model_weights = 0.0
     for name, value in params.items():
         layer, _, part = name.rpartition(".")
-        if part in {"mask", "keep", "logvar", "logalpha"}:
+        if masks.is_mask(name) or name in spreads:
             continue
         model_weights += value.numel()
         mask = params.get(f"{layer}.mask") if part != "bias" else None

@@ -151,7 +151,7 @@ def test_options_from_text():
             options(name, given)
     with pytest.raises(SourceError, match="did you mean cifar10"):
         info("cifar-10")
-    with pytest.raises(SourceError, match="known are celeba, cifar10"):
+    with pytest.raises(SourceError, match="choose from celeba, cifar10"):
         info("?????")
 
 

@@ -156,5 +156,5 @@ def test_table_of_remotes():
         with pytest.raises(SourceError, match="https://"):
             fetch(name, "anywhere")
         assert name in BY_HAND
-    with pytest.raises(SourceError, match="known are cifar10"):
+    with pytest.raises(SourceError, match="did you mean mnist or emnist"):
         fetch("imagenet", "anywhere")

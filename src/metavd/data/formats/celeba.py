@@ -10,7 +10,6 @@ and celeba32.npz only know the attribute Smiling.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...schema import nearest
 from ..source import Source, SourceError
 from . import npz
 from .files import Report, Unread, choice, each, find, listing, need_folder, read_text, refuse, source
@@ -108,8 +108,8 @@ def _attribute(path: Path, attribute: str) -> dict[str, int]:
     (_, _, count), (_, start, names) = (next(lines, (0, 0, [])) for _ in range(2))
     odd = len(count) != 1 or not count[0].isdecimal() or not names
     refuse(odd, path, "line 1 must be the number of pictures and line 2 the names of the attributes.", 0)
-    close = " or ".join(difflib.get_close_matches(attribute, names, n=3, cutoff=0.5) or names[:5])
-    refuse(attribute not in names, path, f"there is no attribute {attribute!r}; did you mean {close}?", start)
+    hint = nearest(attribute, names, f"the first are {', '.join(names[:5])}.")
+    refuse(attribute not in names, path, f"there is no attribute {attribute!r}; {hint}", start)
     column = names.index(attribute) + 1
     found = _table(path, lines, {"1": 1, "-1": 0}, column, len(names) + 1)
     refuse(str(len(found)) != count[0], path, f"line 1 says {count[0][:12]} pictures, but {len(found)} are listed.", 0)

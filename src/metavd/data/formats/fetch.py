@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
+from ...schema import nearest
 from ..source import SourceError
 from .files import plain
 
@@ -97,7 +98,7 @@ def fetch(name: str, root: Path | str, *, progress: Progress | None = None, time
     if name in BY_HAND:
         raise SourceError(BY_HAND[name])
     if name not in REMOTES:
-        raise SourceError(f"There is nothing to fetch for {name!r}; known are {', '.join(sorted(REMOTES))}.")
+        raise SourceError(f"There is nothing to fetch for {name!r}; {nearest(name, sorted(REMOTES))}")
     return [download(remote, Path(root), progress=progress, timeout=timeout) for remote in REMOTES[name]]
 
 

@@ -9,7 +9,6 @@ in a file of your own, which a package names in the entry-point group `metavd.da
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...registry import Registry
+from ...schema import nearest
 from ..source import Source, SourceError
 from .cache import Note, cached, log
 from .files import Unread
@@ -103,9 +103,9 @@ def info(name: str) -> Info:
     """Return what is known of a format, before anything is read."""
     if name in FORMATS:
         return FORMATS[name]
-    close = difflib.get_close_matches(str(name).lower(), FORMATS, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(FORMATS))}."
-    raise SourceError("; ".join([f"There is no dataset {name!r}", hint, *FORMATS.broken]))
+    raise SourceError(
+        "; ".join([f"There is no dataset {name!r}", nearest(str(name), sorted(FORMATS)), *FORMATS.broken])
+    )
 
 
 def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +114,7 @@ def options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for key, value in given.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.4) or sorted(known)
-            takes = f"did you mean {close[0]}" if len(close) == 1 else f"it takes {' or '.join(close) or 'none'}"
-            raise SourceError(f"{name} has no option {key!r}; {takes}.")
+            raise SourceError(f"{name} has no option {key!r}; {nearest(key, known) if known else 'it takes none.'}")
         try:
             result[key] = known[key].parse(value) if isinstance(value, str) else value
         except (ValueError, KeyError):
