@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .. import methods
 from ..core import rng
 from ..core.types import Model, ServerState
 from ..data.cohort import AVAILABLE, LOST, probabilities
@@ -22,6 +21,7 @@ from ..engine.cohorts import in_process
 from ..engine.ranks import Ranks, joined
 from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
 from ..engine.schedule.capture import captured
+from ..engine.task import notes
 from ..errors import FailedError
 from ..evaluate.diagnose import diverged
 from ..evaluate.metrics import ClientResult, client_figures
@@ -138,9 +138,8 @@ def _as_run(
     listener: Listener,
     told: Callable[[ServerState, list[ClientResult]], None] = lambda *_: None,
 ) -> Run:
-    e, federation, privacy = setup.experiment, setup.pool.federation, setup.algorithm.privacy
+    e, federation = setup.experiment, setup.pool.federation
     curve = partly_tested(setup, e.eval_clients)
-    private = () if privacy is None else privacy.told()
 
     def test(state: ServerState, count: int = e.final_clients) -> Tested:
         found = evaluate(setup, state, count=count)
@@ -163,8 +162,8 @@ def _as_run(
         journal=store,
         listener=listener,
         warned=lambda loss, summary: diverged(loss, summary["test"], _labels(federation)),
-        privacy=privacy,
-        notes=[*setup.notes, *samples_told(setup), *methods.notes(e.method, e.options, e.rounds), *private],
+        privacy=setup.algorithm.privacy,
+        notes=[*setup.notes, *samples_told(setup), *notes(e, setup.algorithm)],
         about=lambda: {
             "backend": e.backend,
             "precision": e.precision,
