@@ -18,6 +18,7 @@ from ..data.partition import Federation
 from ..engine import attacks
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
 from ..engine.cohorts import in_process
+from ..engine.ledger import Ledger
 from ..engine.ranks import Ranks, joined
 from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
 from ..engine.schedule.capture import captured
@@ -203,9 +204,18 @@ def transport(setup: Setup) -> Transport:
     )  # fmt: skip
 
 
-def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
-    """Train from a state on, with the clients that are there; yield the state and the record after each round."""
-    return rounds(server_update(setup), transport(setup), state, setup.experiment.rounds)
+def rounds_of(setup: Setup, state: ServerState, ledger: Ledger | None = None) -> Iterator[tuple[ServerState, Record]]:
+    """Train from a state on, with the clients that are there; yield the state and the record after each round.
+
+    `ledger` is the one of the rounds before; None: there were none that reveal anything.
+    """
+    ledger = ledger or ledger_of(setup)
+    return rounds(server_update(setup), transport(setup), state, setup.experiment.rounds, ledger)
+
+
+def ledger_of(setup: Setup, extra: Mapping[str, Any] | None = None) -> Ledger:
+    """Return the ledger of a run that begins, or goes on from a checkpoint that says this beside the state."""
+    return Ledger.opened(setup.algorithm.privacy, extra or {})
 
 
 def _names(federation: Federation) -> dict[str, Any]:
