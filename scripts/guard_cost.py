@@ -22,11 +22,10 @@ from tables import into, markdown
 
 from metavd import tree
 from metavd.core.types import Update
-from metavd.engine.ledger import Ledger
 from metavd.engine.machine import tuned
 from metavd.engine.rounds import Returned, Transport, rounds
 from metavd.runs.provenance import provenance
-from metavd.runs.run import server_update, transport
+from metavd.runs.run import ledger_of, server_update, transport
 from metavd.runs.settings import Experiment, with_settings
 from metavd.runs.setup import prepare, start
 from metavd.wire import Expected, Guard, Limits, decode, encode
@@ -64,11 +63,7 @@ def _read(guard: Guard | None, update: Update, round: int) -> Update:
 def turns(method: str, count: int, wrap: Callable[[Transport], Transport] = lambda x: x, **more: Any) -> Iterator[None]:
     """Take a run's rounds one by one, its ledger included."""
     setup = prepare(with_settings(Experiment(), SETTING | {"method": method, "rounds": count} | more))
-    ledger = Ledger.opened(setup.algorithm.privacy, {})
-    begun = rounds(server_update(setup), wrap(transport(setup)), start(setup), count)
-    for _, record in begun:
-        ledger.add(len(record.cohort))
-        ledger.full()
+    for _ in rounds(server_update(setup), wrap(transport(setup)), start(setup), count, ledger_of(setup)):
         yield
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from xml.etree import ElementTree
 
 from metavd.container import write_atomic
 from metavd.runs.provenance import provenance
+from metavd.studies.lines import append, rows
 
 STORE, PAGE = Path("results/repeats.jsonl"), Path("docs/repeats.md")
 WHAT = {
@@ -150,7 +150,7 @@ def page(lines: Sequence[Line]) -> str:
 
 def stored() -> list[Line]:
     """Return all repeats on record."""
-    return [json.loads(line) for line in STORE.read_text().splitlines()] if STORE.exists() else []
+    return [line for _, line in rows(STORE) if line is not None]
 
 
 def count(text: str) -> int:
@@ -173,8 +173,7 @@ def main() -> None:
     failed = 0
     for number in range(1, given.times + 1):
         line = repeat(given.what, given.load, given.jobs)
-        with STORE.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(STORE, line)
         write_atomic(given.page, page(stored()).encode())
         failed += bool(line["failed"])
         print(f"{number}/{given.times}: {line['passed']} passed, {len(line['failed'])} failed in {line['seconds']} s",

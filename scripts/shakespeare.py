@@ -2,31 +2,34 @@
 
     python scripts/shakespeare.py --file shakespeare_by_role.jsonl --page docs/shakespeare.md
 
-The file has lines {"client": ROLE, "text": SPEECH}. Finished runs are kept in results/shakespeare.json, one by one, and
-not run again; without --file the page is written from them.
+The file has lines {"client": ROLE, "text": SPEECH}. Finished runs are kept in results/shakespeare.jsonl, one by one,
+and not run again; without --file the page is written from them.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tables import reading
+from tables import reading, stored
 
 from metavd import run
 from metavd.cli.terminal import Reporter
 from metavd.container import write_atomic
 from metavd.data.partition import Federation
+from metavd.engine.rounds import Listener
 from metavd.evaluate.metrics import ClientResult, summarize
 from metavd.runs.settings import Experiment, with_settings
 from metavd.runs.setup import data_of, prepare
+from metavd.studies.lines import Line, read
+from metavd.studies.many import carry_out, taken
 from metavd.studies.markdown import markdown_table
 
-STORE = Path("results/shakespeare.json")
+STORE, SCOPE = Path("results/shakespeare.jsonl"), "roles"
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
     "reptile": {"method": "reptile"},
@@ -37,6 +40,15 @@ RUNS: dict[str, dict[str, Any]] = {
 DATA = {"task": "next-character", "length": 20, "stride": 8, "least": 250}
 SETTINGS = {"rounds": 30, "lr": 0.8, "batch": 16, "local_epochs": 1, "width": 48, "eval_every": 15}
 """The rate is LEAF's for this task; nothing was searched."""
+WORDS = ",".join(f"{key}={value}" for key, value in DATA.items())
+TASKS: dict[str, dict[str, Any]] = {
+    name: {"data": f"text:shakespeare_by_role.jsonl,{WORDS}", "seed": 0, **settings}
+    for name, settings in {
+        "most frequent character": {"counted": "frequencies"},
+        "table of pairs": {"counted": "pairs"},
+        **{name: SETTINGS | own for name, own in RUNS.items()},
+    }.items()
+}
 PARTS = ("test", "unseen")
 _HEADS = ("", "accuracy %, participating", "unseen", "NLL, participating", "unseen", "worst role %, participating",
           "unseen", "CPU s")  # fmt: skip
@@ -64,27 +76,19 @@ def counted(federation: Federation, *, last: bool) -> dict[str, Any]:
     return {"test": summarize(results[:known]), "unseen": summarize(results[known:])}
 
 
-def measured(file: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Carry out the runs that are not in what was `found`; yield what is known after each."""
-    options = ",".join(f"{key}={value}" for key, value in DATA.items())
-    base = with_settings(Experiment(), {"data": f"text:{file},{options}", **SETTINGS})
-    data = data_of(base)
-    federation = prepare(with_settings(base, {"method": "fedavg"}), data).pool.federation
+def measured(file: Path, settings: dict[str, Any], folder: Path, listener: Listener) -> dict[str, Any]:  # noqa: ARG001
+    """Carry out one run, or count; see `metavd.studies.many.Work`. A run that was stopped begins anew, for its time."""
+    what = settings.pop("counted", None)
+    e = with_settings(Experiment(), settings | {"data": f"text:{file},{WORDS}"})
+    data = data_of(e)
+    federation = prepare(e, data).pool.federation
     sizes = [len(each) for each in federation.train]
-    rows = found.get("rows") or {
-        "most frequent character": _row(counted(federation, last=False)),
-        "table of pairs": _row(counted(federation, last=True)),
-    }
-    for name in [name for name in RUNS if name not in rows]:
-        began = time.process_time()
-        result = run(base, source=data, listener=Reporter(), **RUNS[name])
-        rows[name] = _row(dict(result) | {"cpu_seconds": time.process_time() - began})
-        yield {
-            "rows": rows,
-            "sizes": [min(sizes), int(np.median(sizes)), max(sizes)],
-            "classes": federation.source.num_classes,
-            **{key: result[key] for key in ("commit", "machine", "torch", "version")},
-        }
+    about = {"sizes": [min(sizes), int(np.median(sizes)), max(sizes)], "classes": federation.source.num_classes}
+    if what is not None:
+        return {"device": "cpu", "result": _row(counted(federation, last=what == "pairs")) | about}
+    began = time.process_time()
+    result = run(e, source=data, listener=listener)
+    return taken(result, _row(dict(result) | {"cpu_seconds": time.process_time() - began}) | about)
 
 
 def _row(found: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +98,10 @@ def _row(found: dict[str, Any]) -> dict[str, Any]:
     return figures | {key: found.get(key) for key in ("seconds", "cpu_seconds", "model_sha256")}
 
 
-def page(found: dict[str, Any]) -> str:
+def page(lines: Mapping[str, Line]) -> str:
     """Return the document."""
-    rows, (least, median, most) = found["rows"], found["sizes"]
+    rows, made = {name: line["result"] for name, line in lines.items()}, lines["fedavg"]
+    (least, median, most), classes = rows["fedavg"]["sizes"], rows["fedavg"]["classes"]
     known, unseen = (rows["fedavg"][part]["clients"] for part in PARTS)
     spent = sum(row["cpu_seconds"] or 0 for row in rows.values())
     settings = " ".join(f"{key}={value}" for key, value in SETTINGS.items() if key != "rounds")
@@ -111,7 +116,7 @@ def page(found: dict[str, Any]) -> str:
     text = [
         "# Shakespeare by role",
         "",
-        f"Predict the next of {found['classes']} characters from the {DATA['length']} before it. A client is a role of",
+        f"Predict the next of {classes} characters from the {DATA['length']} before it. A client is a role of",
         f"the plays, with {least} to {most:,} training rows (median {median}): every {DATA['stride']}th character of",
         f"its speeches, the last fifth of them for testing. {known} roles take part, ten in a round; {unseen} never",
         "do. The network is `lstm`.",
@@ -131,9 +136,9 @@ def page(found: dict[str, Any]) -> str:
         + " ".join(f"{key}={value}" for key, value in DATA.items()),
         "```",
         "",
-        "Written from `results/shakespeare.json` by the first command; the second makes the first three runs, for",
+        "Written from `results/shakespeare.jsonl` by the first command; the second makes the first three runs, for",
         f"`metavd report runs/roles`. {spent:.0f} CPU seconds for all runs on one core, beside other work;",
-        f"{found['machine']}, torch {found['torch']}, commit {found['commit']}.",
+        f"{made['machine']}, torch {made['versions']['torch']}, commit {made['commit']}.",
     ]
     return "\n".join(text) + "\n"
 
@@ -144,13 +149,16 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="the speeches; without it nothing is run")
     parser.add_argument("--page", type=Path, help="document to write")
     given = parser.parse_args()
-    found = json.loads(STORE.read_text()) if STORE.exists() else {}
     if given.file:
-        for known in measured(given.file, found):
-            write_atomic(STORE, (json.dumps(known, indent=1) + "\n").encode())
-        found = json.loads(STORE.read_text())
+        work = partial(measured, given.file)
+        for ended in carry_out(TASKS, work, store=STORE, scope=SCOPE, work=Path("runs/shakespeare"), strict=True,
+                               listener=Reporter()):  # fmt: skip
+            print(f"{ended.end}: {ended.key}")
     if given.page:
-        write_atomic(given.page, page(found).encode())
+        lines = stored(TASKS, read(STORE, SCOPE, print), SCOPE)
+        if len(lines) < len(TASKS):
+            parser.error(f"{STORE} holds {len(lines)} of {len(TASKS)} runs; give --file for the rest")
+        write_atomic(given.page, page(lines).encode())
 
 
 if __name__ == "__main__":

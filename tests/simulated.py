@@ -8,6 +8,7 @@ from typing import Any
 from metavd.core.types import Algorithm, ServerState
 from metavd.data.cohort import Pool
 from metavd.engine.cohorts import in_process
+from metavd.engine.ledger import Ledger
 from metavd.engine.rounds import Record
 from metavd.engine.rounds import rounds as every
 from metavd.engine.schedule import Schedule
@@ -25,4 +26,4 @@ def simulate(
 ) -> Iterator[tuple[ServerState, Record]]:
     """Go on from a state until so many rounds are finished; see `in_process`."""
     transport = in_process(algorithm, pool, schedule, cohort=cohort, **chances)
-    return every(algorithm.server.update, transport, state, rounds)
+    return every(algorithm.server.update, transport, state, rounds, Ledger(None))

@@ -17,7 +17,7 @@ from metavd.engine.schedule import graph
 from metavd.engine.schedule.capture import captured
 from metavd.engine.turn import moment
 from metavd.ops.images import crop_and_flip
-from metavd.runs.run import rounds_of, server_update, transport
+from metavd.runs.run import ledger_of, rounds_of, server_update, transport
 from metavd.runs.settings import Experiment
 from metavd.runs.setup import prepare, start
 
@@ -174,7 +174,7 @@ def test_rounds_ahead_are_the_same_rounds() -> None:
     states = [state for state, _ in rounds_of(setup, start(setup))]
     one, alone, update = start(setup), transport(setup)._replace(ahead=0), server_update(setup)
     for done, ahead in enumerate(states):
-        ((one, _),) = rounds(update, alone, one, done + 1)
+        ((one, _),) = rounds(update, alone, one, done + 1, ledger_of(setup))
         assert state_hash(one) == state_hash(ahead)
 
 

@@ -28,6 +28,7 @@ from metavd.data.source import Source, arrays
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.cohorts import in_process
 from metavd.engine.evaluation import answers
+from metavd.engine.ledger import Ledger
 from metavd.engine.rounds import Record, Returned, rounds
 from metavd.engine.schedule import Map, Schedule
 from metavd.engine.schedule.loop import loop, turns
@@ -248,12 +249,41 @@ def test_rounds_under_way_are_the_same_rounds(ahead: int, ordinary: Pool) -> Non
         return here.collect(state, now)
 
     here = in_process(algorithm, ordinary, loop, cohort=3)
-    wanted = list(rounds(algorithm.server.update, here, started(algorithm), 4))
-    steps = rounds(algorithm.server.update, here._replace(collect=counted, ahead=ahead), started(algorithm), 4)
+    first, none = started(algorithm), Ledger(None)
+    wanted = list(rounds(algorithm.server.update, here, first, 4, none))
+    steps = rounds(algorithm.server.update, here._replace(collect=counted, ahead=ahead), first, 4, none)
     found = [next(steps)]
     assert begun == list(range(min(1 + ahead, 4)))
     found += steps
     assert [(state_hash(state), record) for state, record in found] == [(state_hash(s), r) for s, r in wanted]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_no_round_is_past_the_budget_however_many_are_under_way(ahead: int, ordinary: Pool) -> None:
+    """Law: with a budget of three rounds there are three, all counted; a fourth that was begun is given up."""
+    algorithm = build("fedavg", ordinary)
+    ledger = Counting(3)
+    transport = in_process(algorithm, ordinary, loop, cohort=3)._replace(ahead=ahead)
+    steps = rounds(algorithm.server.update, transport, started(algorithm), 9, ledger)
+    counts = [(record.round, ledger.taken, record.more) for _, record in steps]
+    assert counts == [(n, n, {"taken": n}) for n in (1, 2, 3)]
+    assert not list(rounds(algorithm.server.update, transport, started(algorithm), 9, ledger))
+
+
+class Counting(Ledger):
+    """A ledger whose budget is a number of rounds."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(None)
+        self.most, self.taken = most, 0
+
+    def add(self, answers: int) -> dict[str, Any]:
+        assert answers == 3
+        self.taken += 1
+        return {"taken": self.taken}
+
+    def full(self) -> str:
+        return "spent" if self.taken == self.most else ""
 
 
 def test_a_transport_may_change_the_state_before_a_round(ordinary: Pool) -> None:
@@ -267,7 +297,7 @@ def test_a_transport_may_change_the_state_before_a_round(ordinary: Pool) -> None
 
     still = build("fedavg", ordinary, lr=0.0)
     steps = rounds(still.server.update, in_process(still, ordinary, loop, cohort=3)._replace(ready=ready),
-                   started(algorithm), 3)  # fmt: skip
+                   started(algorithm), 3, Ledger(None))  # fmt: skip
     *_, (state, _) = steps
     assert seen == [0.0, 1.0, 2.0]
     torch.testing.assert_close(state.params["fc2.bias"], started(algorithm).params["fc2.bias"] + 3.0)

@@ -286,6 +286,14 @@ def test_a_finished_run_is_read_and_another_one_is_kept_apart(federate, tmp_path
         federate(FakeGrid(shares(3)), method="reptile")
 
 
+def test_a_run_too_short_for_drop_says_so(federate, caplog):
+    """As in the simulator: one sentence with both numbers."""
+    caplog.set_level("INFO", "flwr")
+    text = f"{SMALL} hyper_width=4 drop_from=2 threshold=0.2"
+    federate(FakeGrid(shares(3)), method="fedavg+metavd+drop", set=text)
+    assert "no weight is dropped in training: drop_from is 2 and the run has 2 rounds" in caplog.text
+
+
 def test_the_folder_is_one_that_metavd_reads(federate, tmp_path):
     """`metavd show` and `metavd report` take it as any other run's."""
     from metavd.report.read import read_run

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,10 @@ def test_markdown_is_a_table() -> None:
 class Counting(Silent):
     def __init__(self) -> None:
         self.started: list[tuple[str, int]] = []
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def start(self, experiment: Experiment, done: int) -> None:  # noqa: ARG002
         self.started.append((experiment.method, experiment.seed))
@@ -89,6 +95,21 @@ def test_runs_every_method_with_every_seed_once(tmp_path: Path) -> None:
     assert second.started == []
     compare(["fedavg", "fedprox"], seeds=3, out=tmp_path, listener=third, mu=0.5, **TINY)
     assert third.started == [("fedavg", 2), ("fedprox", 2)]
+
+
+@pytest.mark.processes
+def test_what_another_command_is_at_is_left_to_it(
+    tmp_path: Path, busy: Callable[[Path, str], AbstractContextManager[None]]
+) -> None:
+    """The others are run, how many are missing is said, and the same call finishes them."""
+    first = Counting()
+    with busy(tmp_path, "fedavg/seed-1"):
+        assert compare(["fedavg"], seeds=3, out=tmp_path, listener=first, **TINY) == {}
+    assert first.started == [("fedavg", 0), ("fedavg", 2)]
+    assert first.notes[-1] == "1 runs are another command's at the moment; the same command goes on when they are over"
+    again = Counting()
+    assert compare(["fedavg"], seeds=3, out=tmp_path, listener=again, **TINY)
+    assert again.started == [("fedavg", 1)]
 
 
 def test_seeds_start_where_they_are_told(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from metavd.data import partition
+from metavd.engine.checkpoint import load_checkpoint
+from metavd.engine.rounds import Silent
 from metavd.errors import UserError
 from metavd.runs import setup as runs
-from metavd.runs.settings import Experiment, resolve, with_settings
+from metavd.runs.settings import Experiment, resolve, spec_hash, with_settings
 from metavd.studies import halving
 from metavd.studies.halving import Halving, points, search
 from metavd.studies.lines import append
@@ -158,6 +160,63 @@ def test_a_rung_that_is_not_over_is_gone_on_with_first(tmp_path, monkeypatch):
     monkeypatch.undo()
     again = Counter((line["method"], line["round"]) for line in search(e, Halving(4, (1, 2)), **where))
     assert again == {("fedavg", 1): 1, ("fedavg", 2): 2}
+
+
+def test_no_trial_goes_past_its_privacy_budget(tmp_path):
+    """Rounds of earlier rungs count; a trial whose budget is over is scored where it ended, and that is said."""
+    pytest.importorskip("dp_accounting")
+    noisy = with_settings(asked("fedavg+dp"), {"noise": 1.0})
+    usual = runs.prepare(noisy, runs.data_of(noisy), sealed=True).algorithm.privacy
+    budget = 1.001 * usual.spent({1.0: 3})
+    e, how = with_settings(noisy, {"epsilon": budget}), {"searched": {"lr": "0.1,0.2,0.3"}}
+
+    def tuned(folder, *rungs):
+        said = []
+        lines = search([e], Halving(3, rungs), store=folder / "s.jsonl", scratch=folder, note=said.append, **how)
+        return {(line["trial"], line["round"]): line for line in lines}, said
+
+    lines, said = tuned(tmp_path / "a", 2, 5, 8)
+    over = {key for key, line in lines.items() if "spent" in line}
+    assert over == {key for key in lines if key[1] > 2}
+    assert len(over) == len(said) == 4
+    assert "ended after round 3: the privacy budget is spent: 3 rounds took" in said[0]
+    states = [load_checkpoint(folder) for folder in (tmp_path / "a").iterdir() if folder.is_dir()]
+    counted = [(int(state.round), extra["privacy"]["spent"]) for state, extra in states]
+    assert sorted(counted) == [(2, [[1.0, 2]]), (3, [[1.0, 3]]), (3, [[1.0, 3]])]
+    whole, _ = tuned(tmp_path / "b", 8)
+    for trial, _ in over:
+        assert lines[trial, 5]["valid"] == lines[trial, 8]["valid"] == whole[trial, 8]["valid"]
+
+
+def test_early_stopping_is_refused(tmp_path):
+    with pytest.raises(UserError, match="patience is 3, but a trial is scored after all its rounds"):
+        list(
+            search([with_settings(asked("fedavg"), {"patience": 3})], Halving(), store=tmp_path / "s", scratch=tmp_path)
+        )
+
+
+@pytest.mark.processes
+def test_a_trial_that_another_command_is_at_is_left_to_it(tmp_path, busy):
+    """Its rung is not over; once it is, what that command stored is not computed again."""
+    (e, lr), said = (asked("fedavg"), {"lr": "0.1,0.2,0.3"}), []
+    how = {"store": tmp_path / "s.jsonl", "scratch": tmp_path, "searched": lr, "note": said.append}
+    place = f"{spec_hash(with_settings(replace(e, rounds=2), {'lr': 0.2}))}-{e.seed}"
+    with busy(tmp_path, place):
+        ours = list(search([e], Halving(3, (1, 2)), **how))
+    assert [line["round"] for line in ours] == [1, 1]
+    assert said == ["1 trials are another command's at the moment; the same command goes on with them"]
+    assert Counter(line["round"] for line in search([e], Halving(3, (1, 2)), **how)) == {1: 1, 2: 2}
+
+
+def test_what_another_command_stored_meanwhile_is_taken(tmp_path, monkeypatch):
+    """Two commands that began together: the later one to come to a trial finds it done."""
+    lines = found(tmp_path, "fedavg", rungs=(1,))
+    monkeypatch.setattr(halving, "stretch", None)
+    about = {key: lines[2][key] for key in ("study", "method", "seed", "of", "round", "trial", "settings", "options",
+                                            "fields")}  # fmt: skip
+    ended = halving.rung(about, tmp_path, Silent(), store=tmp_path / "s.jsonl", experiments={}, first=0)
+    assert ended == {"result": lines[2]}
+    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == len(lines)
 
 
 def test_points_cover_a_space_evenly():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import time
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from metavd.data.source import SourceError
 from metavd.engine.rounds import InterruptedRun
 from metavd.runs.store import StoreError
 from metavd.studies.lines import identity, read
-from metavd.studies.many import _folder, carry_out
+from metavd.studies.many import carry_out
 
+Busy = Callable[[Path, str], AbstractContextManager[None]]
 TASKS = {seed: {"method": "fedavg", "data": "digits", "seed": seed} for seed in (1, 2, 3)}
 
 
@@ -84,13 +83,13 @@ def test_every_option_is_told(tmp_path: Path) -> None:
 
 
 def test_without_a_store_everything_is_carried_out(tmp_path: Path) -> None:
-    """Law: without a store nothing is known as done, nothing but the folders is written, and no default is said."""
+    """Law: without a store nothing is known as done, nothing but folders and claims is written, no default is said."""
     for _ in range(2):
         counting = Counting()
         ends = list(carry_out(TASKS, counting, work=tmp_path, keep=True, place=lambda one: f"a/{one['seed']}"))
         assert [each.end for each in ends] == ["done"] * 3
         assert counting.asked == list(TASKS.values())
-        assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/2"]
+        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"a", "a/2", "claims"}
         (tmp_path / "a" / "2").rmdir()
         (tmp_path / "a").rmdir()
 
@@ -185,28 +184,25 @@ def test_no_run_is_begun_that_would_end_too_late(tmp_path: Path, monkeypatch: py
     assert [each.end for each in carry_out({9: TASKS[2]}, slow, store=store, until=now[0] - 1)] == ["left"]
 
 
-def at_it(work: Path, name: str, there: Connection) -> None:
-    with _folder(work, name, name) as folder:
-        there.send(folder)
-        time.sleep(600)
-
-
 @pytest.mark.processes
-def test_processes_share_the_work(tmp_path: Path) -> None:
+def test_processes_share_the_work(tmp_path: Path, busy: Busy) -> None:
     """Law: a run that another process is at is left to it, and is free again when that process has died."""
     store, work, counting = tmp_path / "store.jsonl", tmp_path / "work", Counting()
-    name, fork = identity(TASKS[2]), multiprocessing.get_context("fork")
-    here, there = fork.Pipe(duplex=False)
-    other = fork.Process(target=at_it, args=(work, name, there), daemon=True)
-    other.start()
-    assert here.recv() == work / name
-    ends = list(carry_out(TASKS, counting, store=store, work=work))
-    other.kill()
-    other.join()
+    with busy(work, identity(TASKS[2])):
+        ends = list(carry_out(TASKS, counting, store=store, work=work))
     assert [each.end for each in ends] == ["done", "elsewhere", "done"]
     ends = list(carry_out(TASKS, counting, store=store, work=work))
     assert {each.key: each.end for each in ends} == {1: "stored", 2: "done", 3: "stored"}
     assert len(counting.asked) == 3
+
+
+@pytest.mark.processes
+def test_processes_share_the_work_without_a_store(tmp_path: Path, busy: Busy) -> None:
+    """Law: a work folder is enough; whoever is at work in a run's folder is alone there."""
+    how = {"work": tmp_path, "keep": True, "place": lambda one: f"a/{one['seed']}"}
+    with busy(tmp_path, "a/2"):
+        assert [each.end for each in carry_out(TASKS, Counting(), **how)] == ["done", "elsewhere", "done"]
+    assert [each.end for each in carry_out(TASKS, Counting(), **how)] == ["done"] * 3
 
 
 def test_a_work_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -266,6 +266,23 @@ def test_seeds_are_averaged(source):
     np.testing.assert_allclose(values(0, 2), (values(0, 1) + values(1, 1)) / 2, rtol=1e-12)
 
 
+def test_a_trial_ends_with_its_privacy_budget(source, tmp_path):
+    """It is scored after the last round that fits, and that is said."""
+    pytest.importorskip("dp_accounting")
+    how = {"method": "fedavg+dp", "noise": 1.0, "rounds": 5, "search": {"lr": "0.01..0.1"}}
+    free = asked(**how)
+    setup = module._ready(free, {}, 0, data_of(free.experiment, source))
+    epsilon = 1.001 * setup.algorithm.privacy.spent({1.0: 3})
+    watcher, said = Watcher(), []
+    watcher.note = said.append  # type: ignore[method-assign]
+    history = tune(asked(**how, epsilon=epsilon), out=tmp_path, trials=2, source=source, watcher=watcher)
+    assert [line["curve"][-1][0] for line in history["trials"]] == [3, 3]
+    assert [line["value"] for line in history["trials"]] == [line["curve"][-1][1] for line in history["trials"]]
+    assert [text for text in said if "budget" in text] == [
+        f"  trial {number} ended early: its privacy budget was spent after round 3" for number in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("metric", ["nll", "accuracy"])
 def test_the_best_configuration_repeats_its_trial(source, tmp_path, metric):
     """A run of best.toml has the very validation figure of the best trial, and is complete."""

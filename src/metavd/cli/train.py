@@ -144,7 +144,7 @@ def compare_command(
         click.echo(f"This slice is done in {folder}; when all are, the command without --slice shows the table.")
         return
     if not rows:
-        click.echo(f"Some runs were not begun, for want of time; the same command goes on with them in {folder}.")
+        click.echo(f"Some runs are missing; the same command goes on with them in {folder}.")
         return
     _print_compared(rows, seeds)
     click.echo(f"Files: {folder / 'comparison.md'}, {folder / 'comparison.json'}")

@@ -105,7 +105,7 @@ class Mechanism:
 
     def spent(self, rounds: Mapping[float, int]) -> float:
         """Return epsilon after so many rounds with each multiplier."""
-        return _epsilon(rounds, self.delta, self.clients, self.cohort, self.poisson)
+        return _epsilon(tuple(rounds.items()), self.delta, self.clients, self.cohort, self.poisson)
 
     def found(self) -> float:
         """Return the smallest multiplier, to four digits, with which all rounds spend at most epsilon."""
@@ -127,7 +127,7 @@ class Mechanism:
     def seen_by_server(self, rounds: int) -> float:
         """Return epsilon of single answers with the noise of their own sites, as the server sees them."""
         z = self.multiplier / math.sqrt(self.cohort)
-        return _epsilon({z: rounds}, self.delta, self.clients, self.clients, self.poisson)
+        return _epsilon(((z, rounds),), self.delta, self.clients, self.clients, self.poisson)
 
     def told(self) -> list[str]:
         """Say before a run what it reveals."""
@@ -168,10 +168,11 @@ def _curve(multiplier: float, clients: int, cohort: int, poisson: bool) -> np.nd
     return renyi(*event(multiplier, clients, cohort, poisson=poisson), ORDERS)
 
 
-def _epsilon(rounds: Mapping[float, int], delta: float, clients: int, cohort: int, poisson: bool) -> float:
-    if not any(rounds.values()):
+@lru_cache(maxsize=64)
+def _epsilon(rounds: tuple[tuple[float, int], ...], delta: float, clients: int, cohort: int, poisson: bool) -> float:
+    if not any(count for _, count in rounds):
         return 0.0
     from dp_accounting import rdp  # noqa: PLC0415
 
-    total = sum(count * _curve(z, clients, cohort, poisson) for z, count in rounds.items())
+    total = sum(count * _curve(z, clients, cohort, poisson) for z, count in rounds)
     return float(rdp.compute_epsilon(ORDERS, total, delta)[0])

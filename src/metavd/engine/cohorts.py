@@ -15,7 +15,7 @@ from ..tree import Params
 from .attacks import Attack, deceived, falsified
 from .rounds import TRAFFIC, Account, Returned, Transport
 from .schedule import Schedule
-from .turn import VEIL, Moment, moment
+from .turn import Moment, moment, veiled
 
 
 def in_process(
@@ -89,9 +89,13 @@ def round_of(
     sent, adapted, kept, losses = schedule.train(algorithm, pool, state, cohort)
     if algorithm.veil is not None:
         # One by one, as sites do it.
-        keys = over(moment(state).keys(VEIL, cohort), device)
-        each = [tree.unstack(adapted, i) for i in range(len(cohort))]
-        adapted = tree.stack([algorithm.veil(tree.unstack(sent, i), one, keys[i]) for i, one in enumerate(each)])
+        now = moment(state)
+        adapted = tree.stack(
+            [
+                veiled(algorithm, tree.unstack(sent, i), tree.unstack(adapted, i), now, client)
+                for i, client in enumerate(cohort.tolist())
+            ]
+        )
     weight = over(torch.from_numpy(sizes_of(pool, cohort.tolist())), device).to(pool.dtype)
 
     counted = wire.together(adapted)

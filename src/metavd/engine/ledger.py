@@ -75,7 +75,7 @@ class Ledger:
         return _finite(self.mechanism.spent(self.rounds)) if known() else None
 
     def full(self) -> str:
-        """Say why no further round may be taken; empty where one may."""
+        """Say that no further round fits the budget; empty where one does."""
         m = self.mechanism
         if m is None or not m.epsilon:
             return ""
@@ -83,8 +83,8 @@ class Ledger:
         if after <= m.epsilon:
             return ""
         return (
-            f"  the privacy budget is spent: {sum(self.rounds.values())} rounds took {m.spent(self.rounds):.4g} of "
-            f"epsilon {m.epsilon:g}, and one more would make it {after:.4g}; training ends here"
+            f"the privacy budget is spent: {sum(self.rounds.values())} rounds took {m.spent(self.rounds):.4g} of "
+            f"epsilon {m.epsilon:g}, and one more would make it {after:.4g}"
         )
 
     def state(self) -> dict[str, Any]:

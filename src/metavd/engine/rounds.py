@@ -1,8 +1,9 @@
 """The round loop, over a `Transport`: clients in this process, or sites of a federation.
 
-    collect (choose, send, train, receive) -> update -> check -> record -> [evaluate] -> [checkpoint]
+    collect (choose, send, train, receive) -> update -> check, count -> record -> [evaluate] -> [checkpoint]
 
-and, when the last round is over, the evaluation that makes the result.
+and, when the last round is over, the evaluation that makes the result. What rounds reveal of single clients is counted
+in the loop itself, so that nobody trains past a privacy budget.
 
 Shape letters: C clients.
 """
@@ -98,24 +99,34 @@ ServerUpdate = Callable[[ServerState, Update], ServerState]
 
 
 def rounds(
-    update: ServerUpdate, transport: Transport, state: ServerState, until: int
+    update: ServerUpdate, transport: Transport, state: ServerState, until: int, ledger: Ledger
 ) -> Iterator[tuple[ServerState, Record]]:
-    """Go on from a state until so many rounds are finished, yielding the state and the record after each."""
+    """Go on from a state until so many rounds are finished, yielding the state and the record after each.
+
+    The ledger counts them; when none fits its budget any more there are no further ones, see `Ledger.full`. One that
+    is under way by then is given up.
+    """
     first = moment(state)
     waiting: list[tuple[ServerState, Callable[[], Record]]] = []
+
+    def finished() -> tuple[ServerState, Record]:
+        new, finish = waiting.pop(0)
+        record = finish()
+        return new, record._replace(more={**record.more, **ledger.add(len(record.cohort))})
+
     for done in range(first.done, until):
+        if ledger.full():
+            return
         with torch.no_grad():
             state = transport.ready(state)
             # Asking the device for its number of rounds would mean to wait for it.
             answers = transport.collect(state, Moment(first.key, done, state.round))
-            begun = _taken(update, state, answers, done)
-            waiting.append(begun)
-            state = begun[0]
-            finished = [(new, finish()) for new, finish in waiting[: len(waiting) - transport.ahead]]
-        del waiting[: len(waiting) - transport.ahead]
-        yield from finished
-    for new, finish in waiting:
-        yield new, finish()
+            waiting.append(_taken(update, state, answers, done))
+            state = waiting[-1][0]
+            over = [finished() for _ in range(len(waiting) - transport.ahead)]
+        yield from over
+    while waiting and not ledger.full():
+        yield finished()
 
 
 def _taken(
@@ -307,12 +318,11 @@ def _saving(run: Run, last: _Last) -> Iterator[None]:
         raise NonFiniteError(f"{error}{kept}") from None
 
 
-def _spent(run: Run, ledger: Ledger, done: int) -> bool:
-    """Return whether a run must end before its last round because no further one fits its budget, and say so."""
+def _tell_if_spent(run: Run, ledger: Ledger, done: int) -> None:
+    """Say that a run ends before its last round because no further one fits its privacy budget."""
     why = ledger.full() if done < run.spec.rounds else ""
     if why:
-        run.listener.note(why)
-    return bool(why)
+        run.listener.note(f"  {why}; training ends here")
 
 
 def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,14 +335,13 @@ def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[st
     for text in run.notes:
         run.listener.note(text)
     with _saving(run, last):
-        stopped = _spent(run, ledger, int(state.round)) or (best is not None and best.age >= e.patience)
-        for new, done in () if stopped else rounds(run.update, run.transport, state, e.rounds):
-            state, record = new, done._replace(more={**done.more, **ledger.add(len(done.cohort))})
+        stopped = best is not None and best.age >= e.patience
+        for new, record in () if stopped else rounds(run.update, run.transport, state, e.rounds, ledger):
+            state = new
             total = {key: total[key] + getattr(record, key) for key in TRAFFIC}
             run.listener.round(record)
             line = record.line()
-            spent = _spent(run, ledger, record.round)
-            ends, known = record.round == e.rounds or spent, best
+            ends, known = record.round == e.rounds or bool(ledger.full()), best
             if record.round % e.eval_every == 0 and not ends:
                 line |= run.look(state).summary
                 run.listener.evaluation(record.round, line)
@@ -351,9 +360,10 @@ def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[st
                 save_checkpoint(journal.best, state, {}, spec=run.spec_hash, seed=e.seed)
             if journal is not None and (record.round % e.checkpoint_every == 0 or ends or best is not known):
                 save_checkpoint(journal.checkpoint, state, last.extra, spec=run.spec_hash, seed=e.seed)
-            if spent or (best is not None and best.age >= e.patience):
+            if best is not None and best.age >= e.patience:
                 break
         trained = int(state.round)
+        _tell_if_spent(run, ledger, trained)
         if best is not None:
             state = best.state
             run.listener.note(f"  the state of round {int(state.round)} has the best validation NLL and is tested")

@@ -76,6 +76,12 @@ def _elsewhere(key: Tensor) -> Tensor:  # noqa: ARG001
     raise AssertionError("the server's rows are where the server is, and nobody else updates it")
 
 
+def notes(spec: Any, algorithm: Algorithm) -> list[str]:
+    """Return what a person should know of a method before the first round."""
+    private = () if algorithm.privacy is None else algorithm.privacy.told()
+    return [*methods.notes(spec.method, spec.options, spec.rounds), *private]
+
+
 def network(spec: Any, takes: Source, module: nn.Module | Model | None = None) -> Model:
     """Return the network of a description, one that several threads may run at once.
 

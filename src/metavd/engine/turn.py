@@ -24,6 +24,7 @@ from ..compat import absolute_sums
 from ..core import rng
 from ..core.types import Algorithm, Answer, Batch, NonFiniteError, Predict, Sampling, ServerState
 from ..data.cohort import PERSONAL, TEST, TRAIN, Pool, batches
+from ..ops.device import over
 from ..tree import Params
 
 VEIL = 7
@@ -80,6 +81,13 @@ def train_turn(
     """Train; return what the client sends, what it keeps, and the mean loss of the steps."""
     adapted, loss = algorithm.local(received | kept, batches)
     return *split(adapted, kept), loss
+
+
+def veiled(algorithm: Algorithm, received: Params, answer: Params, now: Moment, client: int) -> Params:
+    """Hide what a client sends, where the method lets clients do that themselves."""
+    if algorithm.veil is None:
+        return answer
+    return algorithm.veil(received, answer, over(now.keys(VEIL, client), now.round.device))
 
 
 def split(params: Params, kept: Iterable[str]) -> tuple[Params, Params]:

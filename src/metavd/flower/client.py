@@ -93,7 +93,8 @@ def train(message: Message, context: Context) -> RecordDict:
     files = shelf(context.node_config, order, device, _LOG.warning)
     began = time.monotonic()
     with torch.no_grad(), tuned(built.task.num_weights, device):
-        own = turn.train_batches(algorithm, site.pool, site.index, _moment(order, site), order.client)
+        now = _moment(order, site)
+        own = turn.train_batches(algorithm, site.pool, site.index, now, order.client)
         received = {name: value.to(device) for name, value in decode(order.params).items()}
         if policy is not None:
             policies.check_turn(policy, own, algorithm.train_batches.group, len(site.pool.federation.train[site.index]))
@@ -102,8 +103,7 @@ def train(message: Message, context: Context) -> RecordDict:
         kept, new = kept_by(algorithm.keep, files, order)
         adapted, kept, loss = turn.train_turn(algorithm, received, kept, own)
         turn.check_finite({**adapted, **kept, "loss": loss}, order.done + 1, "training")
-        if algorithm.veil is not None:
-            adapted = algorithm.veil(received, adapted, _moment(order, site).keys(turn.VEIL, order.client).to(device))
+        adapted = turn.veiled(algorithm, received, adapted, now, order.client)
     if kept:
         files.write(order.done + 1, order.turn, kept)
     rows = len(site.pool.federation.train[site.index])

@@ -44,18 +44,17 @@ from ..engine.evaluation import masks_of
 from ..engine.ledger import Ledger
 from ..engine.machine import tuned
 from ..engine.rounds import Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out
-from ..engine.task import Task, task
+from ..engine.task import Task, notes, task
 from ..errors import FailedError, UserError
-from ..evaluate.diagnose import diagnose
-from ..runs.details import VERSION as DETAILS
-from ..runs.details import drawn_rates
+from ..runs.details import of_server
+from ..runs.evaluation import sparsity, summed
 from ..runs.provenance import provenance
 from ..runs.settings import Experiment, from_toml, spec_hash, to_toml, with_settings
 from ..runs.setup import channels_last
 from ..runs.store import Store
 from ..serve.samples import described, restored, samples
 from ..version import VERSION
-from ..wire import Guard, Limits, encode, sparsity
+from ..wire import Guard, Limits, encode
 from . import compat, figures, registry, site
 from .audit import FILE as AUDIT
 from .audit import Audit
@@ -242,7 +241,7 @@ def _run(fleet: Fleet, setup: FederationSetup, store: Store) -> dict[str, Any]:
             },
             again="flwr run goes on from it",
             ledger=ledger,
-            notes=() if privacy is None else privacy.told(),
+            notes=notes(e, setup.task.algorithm),
         ),
         state,
         extra,
@@ -401,23 +400,16 @@ def _parts(reports: Reports) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _summary(setup: FederationSetup, state: ServerState, reports: Reports) -> dict[str, Any]:
-    parts = {name: figures.pooled(part) for name, part in _parts(reports).items()}
-    shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
+    algorithm, parts = setup.task.algorithm, _parts(reports)
     clients = [client for client in reports if client < registry.GUESTS] or [0]
-    found = [
-        sparsity(
-            shared | masks_of(setup.task.algorithm.serve(state.params, torch.tensor(client), state.round)),
-            setup.task.algorithm.posterior,
-        )
-        for client in clients
-    ]
-    test, unseen = (parts[name]["accuracy"] for name in ("test", "unseen"))
-    return parts | {
-        "gap": None if test is None or unseen is None else unseen - test,
-        "gap_interval": None,
-        "sparsity": {key: sum(each[key] for each in found) / len(found) for key in ("layer", "model")},
-        "diagnostics": diagnose(setup.task.algorithm, state, int(setup.experiment.clients)),
-    }
+    return summed(
+        algorithm, state, int(setup.experiment.clients), *(figures.pooled(parts[name]) for name in ("test", "unseen")),
+        interval=None,
+        sparsities=[
+            sparsity(algorithm, state, masks_of(algorithm.serve(state.params, torch.tensor(client), state.round)))
+            for client in clients
+        ],
+    )  # fmt: skip
 
 
 def _files(
@@ -430,10 +422,6 @@ def _files(
                      unseen=client >= registry.GUESTS)
         for client, report in reports.items()
     ]  # fmt: skip
-    more = figures.details(_parts(reports)) | {
-        "version": DETAILS,
-        "rates": drawn_rates(setup.task.algorithm, state, rows),
-        "embeddings": state.params[EMBEDDING].tolist() if EMBEDDING in state.params else None,
-    }
+    more = figures.details(_parts(reports)) | of_server(setup.task.algorithm, state, rows)
     nobody = {"client": 0, "unseen": 0, "train_size": 0, "test_size": 0}
     return lines or [nobody], more

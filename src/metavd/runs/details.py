@@ -42,20 +42,27 @@ def details(
 ) -> dict[str, Any]:
     """Return all of it as plain lists and numbers."""
     known = federation.num_clients
-    shown, _ = fetched(state, torch.arange(min(known, LIMIT)))
     parts = {
         "test": [each for each in results if each.client < known],
         "unseen": [each for each in results if each.client >= known],
     }
     return {
-        "version": VERSION,
         "reliability": {name: diagrams(part, released=released) for name, part in parts.items()},
         "entropy": {name: _uncertainty([each for each in part if len(each.y)]) for name, part in parts.items()},
         "labels": [
             np.bincount(federation.source.y[rows], minlength=federation.source.num_classes).tolist()
             for rows in (*federation.train[:known][:LIMIT], *federation.train[known:][:LIMIT])
         ],
-        "rates": drawn_rates(algorithm, shown, known),
+        **of_server(algorithm, state, known),
+    }
+
+
+def of_server(algorithm: Algorithm, state: ServerState, known: int) -> dict[str, Any]:
+    """Return what is drawn of the server's own state, for the first of so many clients that it knows."""
+    shown, _ = fetched(state, torch.arange(min(known, LIMIT)))
+    return {
+        "version": VERSION,
+        "rates": _drawn_rates(algorithm, shown, known),
         "embeddings": shown.params[EMBEDDING][:LIMIT].tolist() if EMBEDDING in shown.params else None,
     }
 
@@ -72,7 +79,7 @@ def _uncertainty(results: Sequence[ClientResult]) -> dict[str, list[float]] | No
     return {"edges": edges.tolist(), **count}
 
 
-def drawn_rates(algorithm: Algorithm, state: ServerState, known: int) -> dict[str, dict[str, Any]] | None:
+def _drawn_rates(algorithm: Algorithm, state: ServerState, known: int) -> dict[str, dict[str, Any]] | None:
     """Return histograms of the dropout rates of participating clients; None where the method has none."""
     if algorithm.posterior is None:
         return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import wire
+from .. import tree, wire
 from ..core import rng
-from ..core.types import ServerState
+from ..core.types import Algorithm, ServerState
 from ..data.cohort import sampled
 from ..data.partition import Federation
 from ..engine.evaluation import answers
@@ -65,25 +65,19 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test", *, count: in
     federation = setup.pool.federation
     groups = whom(setup, count)
     known, unseen = groups["test"], groups["unseen"]
-    shared = {name: value for name, value in state.params.items() if not name.startswith("server.")}
     results, sparsities = [], []
     for clients in (known, unseen):
         for result, masks in _answered(setup, state, clients, split):
             results.append(result)
             if clients is known:
-                sparsities.append(wire.sparsity(shared | masks, setup.algorithm.posterior))
+                sparsities.append(sparsity(setup.algorithm, state, masks))
     released = setup.released
     parts = (results[: len(known)], results[len(known) :])
     test, new = (summarize(part, released=released) for part in parts)
-    both = test["accuracy"] is not None and new["accuracy"] is not None
-    summary = {
-        "test": test,
-        "unseen": new,
-        "gap": new["accuracy"] - test["accuracy"] if both else None,
-        "gap_interval": gap_interval(*parts, released=released),
-        "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
-        "diagnostics": diagnose(setup.algorithm, state, federation.num_clients),
-    }
+    interval = gap_interval(*parts, released=released)
+    summary = summed(
+        setup.algorithm, state, federation.num_clients, test, new, interval=interval, sparsities=sparsities
+    )
     if setup.experiment.valid and split == "test":
         held = _held(setup, state, known)
         summary["valid"] = summarize(held, released=released)
@@ -100,6 +94,37 @@ def evaluate(setup: Setup, state: ServerState, split: str = "test", *, count: in
         }
     found = partly_tested(setup, count)
     return Evaluation(results, summary | ({"sampled": found} if found else {}))
+
+
+def sparsity(algorithm: Algorithm, state: ServerState, masks: Params) -> dict[str, float]:
+    """Return how sparse a client's model is, with the masks that are its own."""
+    return wire.sparsity(tree.without(state.params, "server.") | masks, algorithm.posterior)
+
+
+def summed(
+    algorithm: Algorithm, state: ServerState, clients: int, test: Mapping[str, Any], unseen: Mapping[str, Any], *,
+    interval: list[float] | None, sparsities: Sequence[Mapping[str, float]],
+) -> dict[str, Any]:  # fmt: skip
+    """Sum up an evaluation of participating and of unseen clients, wherever they were tested.
+
+    Args:
+        algorithm: the method.
+        state: the server's, that was tested.
+        clients: how many take part.
+        test: figures of participating clients, and `unseen`, of unseen ones.
+        unseen: see there.
+        interval: of the gap between their accuracies, where it is known.
+        sparsities: see `sparsity`, of some participating clients.
+    """
+    known, new = test["accuracy"], unseen["accuracy"]
+    return {
+        "test": test,
+        "unseen": unseen,
+        "gap": None if known is None or new is None else new - known,
+        "gap_interval": interval,
+        "sparsity": {key: sum(each[key] for each in sparsities) / len(sparsities) for key in ("layer", "model")},
+        "diagnostics": diagnose(algorithm, state, clients),
+    }
 
 
 def validation_clients(federation: Federation) -> range:

@@ -203,7 +203,7 @@ class Memory(Silent):
         def personal(client: str | int | None) -> Any:
             # The state holds all weights by now; see `serve.personal.open_run`.
             own = replace(setup, experiment=replace(setup.experiment, weights=""))
-            trained = _serve().Trained(None, own, self.state, dict(values), module)
+            trained = _serve().TrainedRun(None, own, self.state, dict(values), module)
             return _serve().personalize(trained, client=client)
 
         return Result(values, lambda: list(self.rows), lambda: lines(self.results, setup.pool.federation), personal)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .. import methods
 from ..core import rng
 from ..core.types import Model, ServerState
 from ..data.cohort import AVAILABLE, LOST, probabilities
@@ -19,9 +18,11 @@ from ..data.partition import Federation
 from ..engine import attacks
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
 from ..engine.cohorts import in_process
+from ..engine.ledger import Ledger
 from ..engine.ranks import Ranks, joined
 from ..engine.rounds import Listener, Record, Run, ServerUpdate, Silent, Tested, Transport, carry_out, rounds
 from ..engine.schedule.capture import captured
+from ..engine.task import notes
 from ..errors import FailedError
 from ..evaluate.diagnose import diverged
 from ..evaluate.metrics import ClientResult, client_figures
@@ -138,9 +139,8 @@ def _as_run(
     listener: Listener,
     told: Callable[[ServerState, list[ClientResult]], None] = lambda *_: None,
 ) -> Run:
-    e, federation, privacy = setup.experiment, setup.pool.federation, setup.algorithm.privacy
+    e, federation = setup.experiment, setup.pool.federation
     curve = partly_tested(setup, e.eval_clients)
-    private = () if privacy is None else privacy.told()
 
     def test(state: ServerState, count: int = e.final_clients) -> Tested:
         found = evaluate(setup, state, count=count)
@@ -163,8 +163,8 @@ def _as_run(
         journal=store,
         listener=listener,
         warned=lambda loss, summary: diverged(loss, summary["test"], _labels(federation)),
-        privacy=privacy,
-        notes=[*setup.notes, *samples_told(setup), *methods.notes(e.method, e.options, e.rounds), *private],
+        privacy=setup.algorithm.privacy,
+        notes=[*setup.notes, *samples_told(setup), *notes(e, setup.algorithm)],
         about=lambda: {
             "backend": e.backend,
             "precision": e.precision,
@@ -204,9 +204,18 @@ def transport(setup: Setup) -> Transport:
     )  # fmt: skip
 
 
-def rounds_of(setup: Setup, state: ServerState) -> Iterator[tuple[ServerState, Record]]:
-    """Train from a state on, with the clients that are there; yield the state and the record after each round."""
-    return rounds(server_update(setup), transport(setup), state, setup.experiment.rounds)
+def rounds_of(setup: Setup, state: ServerState, ledger: Ledger | None = None) -> Iterator[tuple[ServerState, Record]]:
+    """Train from a state on, with the clients that are there; yield the state and the record after each round.
+
+    `ledger` is the one of the rounds before; None: there were none that reveal anything.
+    """
+    ledger = ledger or ledger_of(setup)
+    return rounds(server_update(setup), transport(setup), state, setup.experiment.rounds, ledger)
+
+
+def ledger_of(setup: Setup, extra: Mapping[str, Any] | None = None) -> Ledger:
+    """Return the ledger of a run that begins, or goes on from a checkpoint that says this beside the state."""
+    return Ledger.opened(setup.algorithm.privacy, extra or {})
 
 
 def _names(federation: Federation) -> dict[str, Any]:

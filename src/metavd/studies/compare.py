@@ -96,7 +96,7 @@ def compare(
     unfinished ones go on. `page` is a file to write the table to as a document, and the command that it shall name.
     `tuned` is a folder of tuned settings (see `tuned`), which methods then have, and rows that say so. Of a `share` of
     the runs, or where some were left because they must be over `until` a time (see `many.carry_out`), there is no
-    table: it is empty.
+    table: it is empty. So it is where another process is at some of them, which are left to it.
     """
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
@@ -131,16 +131,22 @@ def compare(
             listener.note(f"{number} of {total}: {key[0]}, seed {key[1]}")
 
     ended = {
-        each.key: each.line["result"]
+        each.key: each
         for each in carry_out(
             planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
             strict=True, jobs=at_once, share=share, until=until, listener=listener, progress=told,
         )
-        if each.line is not None
     }  # fmt: skip
-    if share is not None or len(ended) < len(planned):
+    if share is not None:
         return {}
-    results = {key: ended[key] for key in planned}
+    elsewhere = sum(each.end == "elsewhere" for each in ended.values())
+    if elsewhere:
+        listener.note(
+            f"{elsewhere} runs are another command's at the moment; the same command goes on when they are over"
+        )
+    results = {key: each.line["result"] for key in planned if (each := ended[key]).line is not None}
+    if len(results) < len(planned):
+        return {}
     rows = {
         label(values): summarize_runs([result for (name, _), result in results.items() if name == label(values)])
         for values in chosen.values()

@@ -10,6 +10,8 @@ federation is sealed, so that nobody holds the number of a test row or of an uns
 its full number of rounds from the start, so that a trial that is stopped at a rung goes on as if it had never been
 stopped.
 
+A trial whose privacy budget is spent ends there, and is scored by its last state in every rung.
+
 Each rung of each trial is one line of a store, written as it ends; what is in the store is not computed again. A line
 is known by its settings: the value of everything that is searched, in the defaults too, so that the defaults of another
 day are another trial. `options` and `fields` are all that was fixed beside, which must be the same as well.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,19 +33,20 @@ from typing import Any
 from scipy.stats import qmc
 
 from .. import methods
-from ..core.types import NonFiniteError
+from ..core.types import NonFiniteError, ServerState
 from ..engine.checkpoint import load_checkpoint, save_checkpoint
+from ..engine.ledger import Ledger
 from ..engine.rounds import Listener
 from ..runs.evaluation import evaluate_valid, validation_clients
 from ..runs.provenance import provenance
-from ..runs.run import rounds_of
+from ..runs.run import ledger_of, rounds_of
 from ..runs.settings import RUNTIME, Experiment, content, resolve, spec_hash, with_settings
 from ..runs.setup import Setup, data_of, prepare, start, using
 from ..templates import filled
 from .lines import append, rows
 from .many import carry_out
 from .markdown import markdown_table
-from .plan import Dimension, space
+from .plan import Dimension, check_patience, space
 
 FIGURES = ("accuracy", "nll", "ece_top1")
 _GAP = 10
@@ -133,6 +137,17 @@ def study_of(experiment: Experiment) -> str:
     return f"{e.data} {e.partition} {e.test_rows}"
 
 
+def rung(
+    about: Line, folder: Path, listener: Listener, *, store: Path, experiments: Mapping[str, Experiment], first: int
+) -> Line:
+    """Carry out a rung of a trial and store its line, unless another process did so meanwhile; see `many.Work`."""
+    line = _known(read(store), about)
+    if line is None:
+        line = stretch(about, folder, listener, experiments=experiments, first=first)["result"]
+        append(store, line)
+    return {"result": line}
+
+
 def stretch(about: Line, folder: Path, _: Listener, *, experiments: Mapping[str, Experiment], first: int) -> Line:
     """Train a trial from one rung to the next, and score it; the state is kept for the rung after that."""
     began = time.monotonic()
@@ -141,7 +156,7 @@ def stretch(about: Line, folder: Path, _: Listener, *, experiments: Mapping[str,
     try:
         setup = prepare(e, data_of(e), sealed=True)
         with using(setup):
-            looks = _looks(setup, first, about["round"], folder)
+            looks, spent = _looks(setup, first, about["round"], folder)
     except NonFiniteError as error:
         line |= {"score": None, "reason": str(error)}
     else:
@@ -150,24 +165,44 @@ def stretch(about: Line, folder: Path, _: Listener, *, experiments: Mapping[str,
             for part in ("valid", "valid_unseen")
         }
         score = sum(mean[part]["accuracy"] for part in mean) / len(mean)
-        line |= {"spec": spec_hash(setup.experiment), **mean, "score": score}
+        line |= {"spec": spec_hash(setup.experiment), **mean, "score": score, **({"spent": spent} if spent else {})}
     return {"result": line | {"seconds": round(time.monotonic() - began, 1)}}
 
 
-def _looks(setup: Setup, first: int, last: int, folder: Path) -> list[dict[str, Any]]:
-    """Train up to a round; return the figures of validation rows at the last few evaluations."""
-    found = load_checkpoint(folder, setup.experiment.device, round=first) if first else None
-    state = found[0] if found else start(setup)  # on another machine: anew, to the same bits
-    wanted = {last - _GAP * look for look in range(_LOOKS)}  # those before `first` are none of this rung's
+def _looks(setup: Setup, first: int, last: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Train up to a round, or until the privacy budget is spent.
+
+    Returns the figures of validation rows at the last few evaluations, and where training ended before the round and
+    why.
+    """
+    apart = validation_clients(setup.pool.federation)
+
+    def look(state: ServerState) -> dict[str, Any]:
+        return {"valid": evaluate_valid(setup, state), "valid_unseen": evaluate_valid(setup, state, apart)}
+
+    state, ledger = _begun(setup, first, folder)
+    wanted = {round for round in (last - _GAP * place for place in range(_LOOKS)) if round > first}  # this rung's own
     looks = []
-    for state, record in rounds_of(setup, state):  # noqa: B020
+    for state, record in rounds_of(setup, state, ledger):  # noqa: B020
         if record.round in wanted:
-            apart = validation_clients(setup.pool.federation)
-            looks.append({"valid": evaluate_valid(setup, state), "valid_unseen": evaluate_valid(setup, state, apart)})
+            looks.append(look(state))
         if record.round == last:
             break
-    save_checkpoint(folder, state, {})
-    return looks
+    save_checkpoint(folder, state, ledger.state())
+    done = int(state.round)
+    if done == last:
+        return looks, ""
+    return [*looks, *([] if done in wanted else [look(state)])], f"after round {done}: {ledger.full()}"
+
+
+def _begun(setup: Setup, first: int, folder: Path) -> tuple[ServerState, Ledger]:
+    """Return where a trial goes on after a rung, on another machine anew, to the same bits; and what it revealed."""
+    device = setup.experiment.device
+    # Of a trial that had spent its privacy budget by then, the last state is of an earlier round.
+    found = load_checkpoint(folder, device, round=first) or load_checkpoint(folder, device)
+    if found is None or int(found[0].round) > first:
+        return start(setup), ledger_of(setup)
+    return found[0], ledger_of(setup, found[1])
 
 
 def read(store: Path) -> dict[str, Line]:
@@ -235,10 +270,13 @@ def search(
         jobs: processes side by side; 0: what suits the device.
         until: when all must be over, see `many.carry_out`; a method whose rung is not over does not go on to the next.
         searched: spaces, as text, that change or add to the methods' own.
-        note: is told how many trials there was no time for.
+        note: is told how many trials there was no time for, or are another command's, and whose budget is spent.
     """
     if not experiments:
         return
+    for e in experiments:
+        check_patience(e)
+    tell = note or (lambda _: None)
     done, last = read(store), halving.rungs[-1]
     asked = {e.method: replace(e, rounds=last) for e in experiments}
     planned = {method: _trials(e, halving.trials, searched or {}) for method, e in asked.items()}
@@ -247,30 +285,39 @@ def search(
         trained = with_settings(asked[about["method"]], about["settings"])
         return f"{spec_hash(trained)}-{trained.seed}"
 
-    def known(trial: Line) -> Line | None:
-        line = done.get(name_of(trial))
-        return line if line is not None and _same(line, trial) else None
-
-    for rung, (first, round) in enumerate(pairwise((0, *halving.rungs))):
+    for number, (first, round) in enumerate(pairwise((0, *halving.rungs))):
         tasks: dict[str, Line] = {}
         for method, trials in planned.items():
-            if rung:
-                over = [line for line in (known(trial | {"round": first}) for trial in trials) if line is not None]
-                going = best(over, halving.survivors(rung)) if len(over) == len(trials) else []
+            if number:
+                before = (_known(done, trial | {"round": first}) for trial in trials)
+                over = [line for line in before if line is not None]
+                going = best(over, halving.survivors(number)) if len(over) == len(trials) else []
                 planned[method] = [trial for trial in trials if name_of(trial | {"round": first}) in going]
             here = [trial | {"round": round} for trial in planned[method]]
-            tasks |= {name_of(trial): trial for trial in here if known(trial) is None}
-        work, left = partial(stretch, experiments=asked, first=first), 0
+            tasks |= {name_of(trial): trial for trial in here if _known(done, trial) is None}
+        work = partial(rung, store=store, experiments=asked, first=first)
+        ends: Counter[str] = Counter()
         for ended in carry_out(tasks, work, work=scratch, place=place, keep=True, strict=True, jobs=jobs,
                                until=until, device=experiments[0].device):  # fmt: skip
-            if ended.line is None:
-                left += 1
-                continue
-            done[ended.key] = ended.line["result"]
-            append(store, done[ended.key])
-            yield done[ended.key]
-        if left and note is not None:
-            note(f"{left} trials were not begun, for want of time; the same command goes on with them")
+            ends[ended.end] += 1
+            if ended.line is not None:
+                done[ended.key] = line = ended.line["result"]
+                yield line
+                if "spent" in line:
+                    tell(f"  {line['method']}  trial {line['trial']} ended {line['spent']}")
+        for end, why in _WHY.items():
+            if ends[end]:
+                tell(f"{ends[end]} trials {why}; the same command goes on with them")
+
+
+_WHY = {"left": "were not begun, for want of time", "elsewhere": "are another command's at the moment"}
+"""Why a trial has no line yet."""
+
+
+def _known(lines: Mapping[str, Line], trial: Line) -> Line | None:
+    """Return the line of a rung of a trial, where there is one with all that was fixed beside its settings."""
+    line = lines.get(name_of(trial))
+    return line if line is not None and _same(line, trial) else None
 
 
 def _trials(e: Experiment, count: int, searched: Mapping[str, str]) -> list[Line]:

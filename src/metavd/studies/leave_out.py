@@ -17,6 +17,7 @@ from ..evaluate.intervals import interval
 from ..methods import options_of
 from ..runs.settings import SETTINGS, Experiment, with_data, with_settings
 from ..runs.setup import data_of
+from ..runs.store import StoreError
 from .compare import compare
 from .markdown import markdown_table
 
@@ -62,6 +63,8 @@ def leave_out(
             methods, seeds=seeds, out=out / f"without-{number}", listener=listener, source=data,
             **(how | {"unseen": f"{NAMED}{name}"}),
         )  # fmt: skip
+        if not found:
+            raise StoreError(f"another process is at runs in {out}; the same command goes on when they are over")
         for method, row in found.items():
             table[method][name] = row[COLUMN.title]
     for row in table.values():

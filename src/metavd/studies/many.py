@@ -18,6 +18,7 @@ folder: a run that one of them is at is left to it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import shutil
 import tempfile
 import time
@@ -195,7 +196,7 @@ def _attempt(
 ) -> tuple[End, Line | None, Exception | None]:  # fmt: skip
     """Carry out one task and store it; return what an `Ended` holds beside the key."""
     whole = complete(asked)
-    with _folder(work, None if store is None else name, place) as folder:
+    with _folder(work, place) as folder:
         there = None if store is None else read(store, scope).get(name)
         if there is not None and not (retry and "failed" in there):
             return "stored", there, None
@@ -236,14 +237,11 @@ def _made(device: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _folder(work: str | Path | None, claim: str | None, place: str) -> Iterator[Path | None]:
-    """Give a run its folder, or None where another process is at this run; the claim ends with its process."""
+def _folder(work: str | Path | None, place: str) -> Iterator[Path | None]:
+    """Give a run its folder, or None where another process is at work in it; the claim ends with its process."""
     if work is None:
         with tempfile.TemporaryDirectory(prefix="metavd-") as folder:
             yield Path(folder) / "run"
-        return
-    if claim is None:
-        yield Path(work) / place
         return
     try:
         Path(work).mkdir(parents=True, exist_ok=True)
@@ -251,7 +249,8 @@ def _folder(work: str | Path | None, claim: str | None, place: str) -> Iterator[
     except OSError as error:
         raise StoreError(f"cannot write to the work folder {work}: {error.strerror}") from None
     with file:
-        yield Path(work) / place if hold(file, int(claim[:8], 16)) else None
+        byte = int.from_bytes(hashlib.sha256(place.encode()).digest()[:4], "big")
+        yield Path(work) / place if hold(file, byte) else None
 
 
 def hold(file: IO[bytes], byte: int, *, wait: bool = False) -> bool:

@@ -103,14 +103,19 @@ def plan(
             raise SpecError(f"{name} is {value!r}; {nearest(str(value), known)}")
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
+    check_patience(experiment)
+    experiment = replace(experiment, valid=experiment.valid or VALID)
+    with_settings(experiment, {"seed": experiment.seed + seeds - 1})
+    return Plan(experiment, space(experiment, search or {}), seeds, metric, by, sampler, prune)
+
+
+def check_patience(experiment: Experiment) -> None:
+    """Refuse early stopping in a search."""
     if experiment.patience:
         raise SpecError(
             f"patience is {experiment.patience}, but a trial is scored after all its rounds; leave it out here, and "
             "set it when you run the best configuration"
         )
-    experiment = replace(experiment, valid=experiment.valid or VALID)
-    with_settings(experiment, {"seed": experiment.seed + seeds - 1})
-    return Plan(experiment, space(experiment, search or {}), seeds, metric, by, sampler, prune)
 
 
 def space(experiment: Experiment, search: Mapping[str, str]) -> tuple[Dimension, ...]:

@@ -45,7 +45,7 @@ from ..errors import SpecError, UserError
 from ..evaluate.figures import get
 from ..extras import need
 from ..runs.evaluation import evaluate_valid, validation_clients
-from ..runs.run import rounds_of
+from ..runs.run import ledger_of, rounds_of
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, content, to_toml, with_settings
 from ..runs.setup import Data, Setup, complete, data_of, prepare, start, using
 from ..schema import Value
@@ -87,16 +87,22 @@ def _ready(plan: Plan, values: Mapping[str, Any], seed: int, data: Collection) -
 
 
 def curve(plan: Plan, setups: Sequence[Setup]) -> Iterator[tuple[int, float]]:
-    """Train all seeds of a trial side by side; yield a round and the mean score after it, the last round's last."""
-    e = setups[0].experiment
-    for now in zip(*(rounds_of(setup, start(setup)) for setup in setups), strict=True):
-        round = now[0][1].round
-        if round % e.eval_every == 0 or round == e.rounds:
+    """Train all seeds of a trial side by side; yield a round and the mean score after it, the last round's last.
+
+    The last one comes sooner where the privacy budget of a seed is spent by then.
+    """
+    e, ledgers = setups[0].experiment, [ledger_of(setup) for setup in setups]
+    runs = [rounds_of(setup, start(setup), ledger) for setup, ledger in zip(setups, ledgers, strict=True)]
+    for now in zip(*runs, strict=False):
+        round, ends = now[0][1].round, any(ledger.full() for ledger in ledgers)
+        if round % e.eval_every == 0 or round == e.rounds or ends:
             scores = []
             for setup, (state, _) in zip(setups, now, strict=True):
                 who = None if plan.by == "rows" else validation_clients(setup.pool.federation)
                 scores.append(evaluate_valid(setup, state, who)[plan.metric])
             yield round, sum(scores) / len(scores)
+        if ends:
+            return
 
 
 # --- a study ---------------------------------------------------------------------------------------------------------
@@ -275,7 +281,7 @@ def _attempt(session: _Session, trial: optuna.Trial, values: Mapping[str, Any]) 
                 trial.report(value, done)
             trial.set_user_attr("same", line["number"])
             return cast("float | str", line["reason"] if line["value"] is None else line["value"])
-    value = math.nan
+    value, done, rounds = math.nan, 0, 0
     try:
         setups = [_ready(plan, values, seed, session.data) for seed in range(first, first + plan.seeds)]
         rounds = setups[0].experiment.rounds
@@ -287,6 +293,8 @@ def _attempt(session: _Session, trial: optuna.Trial, values: Mapping[str, Any]) 
                     return f"worse than the median at round {done}"
     except _HOPELESS as error:
         return str(error)
+    if done < rounds:
+        trial.set_user_attr("spent", f"its privacy budget was spent after round {done}")
     return value
 
 
@@ -332,7 +340,7 @@ def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
         "settings": known["settings"],
         "curve": [[round, value] for round, value in sorted(trial.intermediate_values.items())],
         **({"reason": _DIED} if state == "FAIL" else {}),
-        **{key: known[key] for key in ("reason", "again", "same", "sampler", "seconds") if key in known},
+        **{key: known[key] for key in ("reason", "again", "same", "spent", "sampler", "seconds") if key in known},
     }
 
 
@@ -414,8 +422,10 @@ def tune(
             for ended in carry_out(
                 tasks, there if at_once > 1 else here, strict=True, jobs=max(1, at_once), device="cpu"
             ):
-                if ended.line and ended.line["result"]:
-                    watcher.trial(ended.line["result"])
+                if ended.line and (line := ended.line["result"]):
+                    watcher.trial(line)
+                    if "spent" in line:
+                        watcher.note(f"  trial {line['number']} ended early: {line['spent']}")
         except (KeyboardInterrupt, BrokenProcessPool) as stop:
             with session.alone():
                 _again(session)

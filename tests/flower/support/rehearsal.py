@@ -23,6 +23,7 @@ import torch
 from metavd.container import read_json
 from metavd.engine.checkpoint import state_hash
 from metavd.engine.cohorts import round_of
+from metavd.engine.ledger import Ledger
 from metavd.engine.rounds import Transport
 from metavd.engine.rounds import rounds as every
 from metavd.flower import audit, server
@@ -128,7 +129,7 @@ def wanted(method: str, seed: int, cohorts: tuple[tuple[int, ...], ...], clients
             setup.algorithm, setup.pool, setup.schedule, state, torch.tensor(cohorts[now.done]), lost=[]
         )
     )
-    *_, (state, _) = every(setup.algorithm.server.update, these, start(setup), len(cohorts))
+    *_, (state, _) = every(setup.algorithm.server.update, these, start(setup), len(cohorts), Ledger(None))
     return state_hash(state)
 
 
