@@ -114,10 +114,10 @@ def test_a_new_row_is_the_mean_of_the_others_at_rest():
     assert widened(state, 2).params[EMBEDDING] is table
 
 
-@pytest.mark.parametrize("newcomer", ["mean", "fit"])
-def test_a_node_that_never_trains_is_personalised_and_tested(federate, tmp_path, newcomer):
-    """It gets no row and no training message, but a model and figures."""
-    nodes = shares(3) | shares(1, first=3, train=False)
+@pytest.mark.parametrize(("newcomer", "train"), [("mean", False), ("fit", "false")])
+def test_a_node_that_never_trains_is_personalised_and_tested(federate, tmp_path, newcomer, train):
+    """It gets no row and no training message, but a model and figures; a shell that passes words is understood too."""
+    nodes = shares(3) | shares(1, first=3, train=train)
     grid = FakeGrid(nodes)
     text = SMALL.replace("unseen=0", "unseen=1") + f" newcomer={newcomer}"
     result = federate(grid, method="reptile+metavd", set=text)

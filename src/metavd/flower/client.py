@@ -27,7 +27,7 @@ from ..runs.settings import Experiment
 from ..wire import decode, encode
 from . import figures
 from . import policy as policies
-from .config import FederationError
+from .config import FederationError, node_config
 from .message import Order, read_order, read_spec, write_reply
 from .private import kept_by, shelf
 from .site import Site, fingerprint, look, settle, write_look
@@ -78,10 +78,10 @@ def hello(message: Message, context: Context) -> RecordDict:
     read_order(message.content)
     node = context.node_config
     policies.read(node)  # a policy that cannot be read is no policy, and nothing is promised without one
-    partition = int(node.get("partition-id", -1))
-    name = str(node.get("name", f"partition {partition}" if partition >= 0 else f"node {context.node_id}"))
-    trains = bool(node.get("train", True))
-    return write_reply(0, {}, name=name, trains=trains, partition=partition, look=write_look(look(node)))
+    told = node_config(node)
+    share = told.partition_id
+    name = told.name or (f"partition {share}" if share >= 0 else f"node {context.node_id}")
+    return write_reply(0, {}, name=name, trains=told.train, partition=share, look=write_look(look(node)))
 
 
 @app.train()
@@ -148,8 +148,8 @@ def evaluate(message: Message, context: Context) -> RecordDict:
 def _start(message: Message, context: Context) -> tuple[Order, Built, Site, policies.Policy | None]:
     order = read_order(message.content)
     node = context.node_config
-    policy, seeded = policies.read(node), bool(node.get("seeded-noise", False))
-    built = build(order.spec, str(node.get("device", "cpu")), seeded)
+    policy, told = policies.read(node), node_config(node)
+    built = build(order.spec, told.device, told.seeded_noise)
     if policy is not None:
         policies.check_run(policy, built.experiment)
     return order, built, settle(node, built.experiment, built.task.takes, built.classes), policy
