@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..registry import Registry
 
-if TYPE_CHECKING:
-    from .posterior import Posterior
-
-POSTERIORS: Registry[type[Posterior]] = Registry("metavd.posteriors", [f"{__package__}.posterior"])
-"""`POSTERIORS.add(name, Mine, __name__)` in a file of your own adds one."""
+POSTERIORS: Registry[Any] = Registry("metavd.posteriors", [f"{__package__}.posterior"])
+"""Classes that fill `posterior.Posterior`; `POSTERIORS.add(name, Mine, __name__)` in a file of your own adds one."""

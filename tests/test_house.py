@@ -1,10 +1,13 @@
-"""One word means one thing: no two classes of the package have one name."""
+"""One word means one thing, and imports point one way: laws of the house that no single module can keep."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 import metavd
 
@@ -31,3 +34,11 @@ def test_words_that_once_meant_several_things_mean_one() -> None:
     functions = _defined(ast.FunctionDef)
     for word, least in (("pull", 1), ("_together", 0), ("plan", 1)):
         assert len(functions.get(word, ())) == least, (word, functions[word])
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports for types count too: what needs the other to be read cannot be read alone."""
+    graph = grimp.build_graph("metavd", cache_dir=None)
+    TopologicalSorter(
+        {each: graph.find_modules_directly_imported_by(each) - {each} for each in graph.modules}
+    ).prepare()
