@@ -25,7 +25,7 @@ SERVER = """
 from types import SimpleNamespace
 from metavd.flower import server
 if os.fork() == 0:
-    server.plan = lambda config: child()
+    server.run_config = lambda config: child()
     server.main(None, SimpleNamespace(run_config={}))
 """
 PARENT = """

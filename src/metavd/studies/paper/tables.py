@@ -102,7 +102,7 @@ def tables() -> dict[str, PaperTable]:
     """Return all tables by name, T1 to T17.
 
     >>> tables()["T8"].cells[0].figures[0]
-    Figure(name='test', value=80.73, sd=None, mark='')
+    PaperFigure(name='test', value=80.73, sd=None, mark='')
     """
     shared = ("common", "data", "names", "options", "doubts")
     return {name: _table(name, values) for name, values in _content().items() if name not in shared and name[0] == "T"}

@@ -9,7 +9,7 @@ from metavd.data.source import arrays
 
 
 @dataset("stripes", "stripes that lie or stand, 2 classes", options={"rows": "how many"}, files=False)
-def plan_stripes(root, *, rows: int = 60) -> Unread:
+def find_stripes(root, *, rows: int = 60) -> Unread:
     """Return what reads them; here nothing is read."""
     y = np.arange(rows) % 2
     x = np.zeros((rows, 8, 8), np.uint8)
