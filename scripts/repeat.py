@@ -124,6 +124,7 @@ def page(lines: Sequence[Line]) -> str:
             lines, "commit", "changed", "machine", "what", "load"
         ).items()
     ]
+    whole = sum(not line["failed"] for line in lines)
     failures = [
         f"- `{test}`: {line['what']}, load {line['load']}, commit {line['commit']}, {line['date']}"
         for line in lines for test in line["failed"]
@@ -136,6 +137,8 @@ def page(lines: Sequence[Line]) -> str:
         "    python scripts/repeat.py --what suite --times 10",
         "    python scripts/repeat.py --what processes --times 50 --load 2", "",
         "each repeat on record in `results/repeats.jsonl`; without `--times`, `--page` writes this page from it.", "",
+        f"A suite runs the tests of *processes* too: these ran {len(lines)} times, {whole} times without a failure.",
+        "",
         "| what | beside | repeats | without a failure | without one in a row, to the last | seconds each, mean |",
         "|---|---|---:|---:|---:|---:|",
         *totals, "",
