@@ -139,15 +139,20 @@ def test_a_round_without_answers_has_the_noise_of_any_other():
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("normal", [rng.normal, privacy.secret])
 def test_the_noise_has_the_length_that_is_accounted(normal, adaptive):
-    """It is z clip / cohort on every weight, more beside a count: 40,000 of them, by a Kolmogorov-Smirnov test."""
-    emits = Emit(lambda key: {"w": torch.zeros(40_000).double()}, lambda params, *_: dict(params))  # noqa: ARG005
+    """It is z clip / cohort on every weight, more beside a count: 400,000 of them, by a Kolmogorov-Smirnov test.
+
+    Secret numbers are others in every run. A bound that one right run in a thousand million exceeds still sees a length
+    that is wrong by three per cent.
+    """
+    emits = Emit(lambda key: {"w": torch.zeros(400_000).double()}, lambda params, *_: dict(params))  # noqa: ARG005
     m = mechanism(noise=1.5, clip=0.4, adaptive=adaptive)
     hidden = privacy.released(pulling(emits, Groups({"": Sgd(1.0)})), emits, m, normal)
     state = hidden.init(rng.key(7))
-    new = hidden.update(state, answers(state, {"w": torch.zeros(8, 40_000).double()}))
+    new = hidden.update(state, answers(state, {"w": torch.zeros(8, 400_000).double()}))
     z = (1.5**-2 - 3.0**-2) ** -0.5 if adaptive else 1.5
     told = new.params["w"] / (z * 0.4 / 8)
-    assert kstest(told.numpy(), "norm").pvalue > 1e-3
+    assert kstest(told.numpy(), "norm").pvalue > 1e-9
+    assert kstest(told.numpy() * 1.03, "norm").pvalue < 1e-9
 
 
 def test_the_count_below_an_adaptive_clip_has_noise_of_its_own():

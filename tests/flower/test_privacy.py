@@ -111,7 +111,8 @@ def test_with_noise_of_the_sites_no_answer_comes_without(federate):
         moved = [(value - received[name]).flatten() for name, value in decode(payload(answer.content)).items()]
         vector = torch.cat(moved).double()
         expected = 3 * 0.01 * (vector.numel() / 3) ** 0.5
-        assert vector.norm() == pytest.approx(expected, rel=0.1)
+        # Secret numbers are others in every run: seven standard deviations of the length of so many.
+        assert vector.norm() == pytest.approx(expected, rel=7 / (2 * vector.numel()) ** 0.5)
     assert result["privacy"]["epsilon_server"] > result["privacy"]["epsilon"]
 
 
