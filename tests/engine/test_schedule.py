@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from metavd.core import rng
 from metavd.core.model import from_module
-from metavd.core.types import Batch, Job
+from metavd.core.types import Batch, Job, Model
 from metavd.engine.schedule import Map
 from metavd.engine.schedule.loop import one_after_another as loop
 from metavd.engine.schedule.threads import side_by_side as threads
@@ -268,3 +268,30 @@ def test_a_reentrant_model_serves_threads_with_different_weights() -> None:
     for mine, right in zip(threads(4)(call, work), loop(call, work), strict=True):
         assert torch.equal(mine, right)
     assert 1 <= len(built) <= 5
+
+
+def test_networks_are_built_one_at_a_time() -> None:
+    """Four threads want a network at once, as in a first round: the trace of one must not see how another is made.
+
+    What a new layer draws from torch's generator would look as if the traced module had drawn it.
+    """
+    meet = threading.Barrier(4, timeout=60)
+    together: list[int] = []
+
+    def build() -> Model:
+        together.append(1)
+        torch.rand(3)  # as a layer's first weights do
+        time.sleep(0.02)
+        made = from_module(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), example=torch.zeros(2, 1, 2, 2))
+        assert len(together) == 1
+        together.clear()
+        return made._replace(apply=lambda params, x, keys: [meet.wait(), made.apply(params, x, keys)][1])
+
+    model = reentrant(build)
+    params, x = model.init(rng.key(0)), torch.ones(2, 1, 2, 2)
+
+    def call(*_: object) -> Tensor:
+        return model.apply(params, x, None)
+
+    answers = list(threads(4)(call, [make_job(client, []) for client in range(4)]))
+    assert all(torch.equal(each, answers[0]) for each in answers)

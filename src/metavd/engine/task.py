@@ -8,6 +8,7 @@ of the server's own rows.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,9 @@ from ..core.server import limited
 from ..core.types import Algorithm, Model
 from ..data.source import Source
 from ..models import model_for
+
+_BUILDING = threading.Lock()
+"""Held while a network is built, whoever builds it."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,22 @@ def reentrant(build: Callable[[], Model]) -> Model:
     """Return a model that several threads may run at once.
 
     A call of a module with given weights puts them into the module and takes them out again, so two calls must not
-    share one. Every call borrows a model that nobody else uses; there are as many as were ever in use together.
+    share one. Every call borrows a model that nobody else uses; there are as many as were ever in use together. They
+    are built one at a time: that a module draws random numbers is seen by torch's generator, which all threads share.
     """
-    first = build()
+
+    def built() -> Model:
+        with _BUILDING:
+            return build()
+
+    first = built()
     idle = [first]
 
     def borrow(call: Callable[[Model], Tensor]) -> Tensor:
         try:
             own = idle.pop()
         except IndexError:
-            own = build()
+            own = built()
         try:
             return call(own)
         finally:
