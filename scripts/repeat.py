@@ -47,7 +47,8 @@ Line = Mapping[str, Any]
 @contextlib.contextmanager
 def load(loops: int) -> Iterator[None]:
     """Keep so many cores busy."""
-    running = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(loops)]
+    # Sessions of their own, as Flower's and torchrun's processes have: Linux deals time out by session first.
+    running = [subprocess.Popen([sys.executable, "-S", "-c", BUSY], start_new_session=True) for _ in range(loops)]
     try:
         yield
     finally:

@@ -746,7 +746,7 @@ def spawn(*arguments: str | Path) -> subprocess.Popen[str]:
 
 def wait_for_rounds(process: subprocess.Popen[str], folder: Path, count: int) -> None:
     rounds = folder / "rounds.jsonl"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not (rounds.exists() and rounds.read_text().count("\n") >= count):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until

@@ -233,13 +233,13 @@ def test_hostile_bytes(case):
     """A well sealed lie is refused by one sentence, within 2 s and below 50 MB."""
     data, reason = HOSTILE[case]
     tracemalloc.start()
-    begun = time.perf_counter()
+    begun = time.process_time()
     try:
         with pytest.raises(ContainerError, match=reason) as caught:
             load(NOTE, data)
         assert "\n" not in str(caught.value)
         assert tracemalloc.get_traced_memory()[1] < 50e6
-        assert time.perf_counter() - begun < 2
+        assert time.process_time() - begun < 2
     finally:
         tracemalloc.stop()
 
@@ -248,10 +248,10 @@ def test_many_entries_take_bounded_time():
     """The longest header of the shortest entries, the last one twice: nothing is quadratic."""
     names = [f"{i:x}" for i in range(16_000)]
     data = sealed(*((name, entry("BOOL", (0,), 0, 0)) for name in [*names, names[-1]]), payload=b"")
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(ContainerError, match="twice"):
         load(NOTE._replace(max_header=1 << 21), data)
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize("version", ["0", "2", "4", "65535", "3.0", ""])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +27,7 @@ from torch.distributed import HashStore
 from metavd import methods
 from metavd.cli import main
 from metavd.engine.ranks import grain_of, numbered, shares
+from metavd.flower.local import free_ports
 
 SCRIPT = Path(__file__).with_name("rank_script.py")
 T = TypeVar("T")
@@ -121,9 +122,7 @@ def test_a_rank_that_dies_is_started_again_and_another_number_goes_on(
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "by hand" / "result.json").exists()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{free.getsockname()[1]}"
+    at = f"127.0.0.1:{free_ports(1)[0]}"
     words = ["--max-restarts", "1", str(SCRIPT), "leaving", str(tmp_path / "elastic")]
     with ThreadPoolExecutor() as both:
         ended = [both.submit(torchrun, 1, *words, hosts=2, at=at) for _ in range(2)]
@@ -169,7 +168,8 @@ def hosts() -> Iterator[tuple[str, str]]:
         for name in names:
             found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
             for pid in map(int, found.stdout.split()):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             ip("netns", "delete", name)
 
 

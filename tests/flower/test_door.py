@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import socket
 import sqlite3
 import ssl
@@ -128,19 +129,24 @@ def test_a_stranger_is_refused_by_the_headers_alone(local, path, length, status,
 
 @pytest.mark.processes
 def test_who_is_not_registered_or_has_another_clock_is_told_so(local):
-    """A key that nobody registered, a signature of something else, a clock 8 s ahead; then the key as it should be."""
+    """A key that nobody registered, a signature of something else, a clock an hour ahead; then all as it should be."""
     headers, body = signed(local, "nobody")
     assert "its key is not registered" in post(local, ACTIVATE, len(body), body, **headers)
     headers, body = signed(local, "anna")
     later, _ = signed(local, "anna", ahead=1)
     mixed = headers | {node_auth.TIMESTAMP_HEADER: later[node_auth.TIMESTAMP_HEADER]}
     assert "its signature is wrong" in post(local, ACTIVATE, len(body), body, **mixed)
-    headers, body = signed(local, "anna", ahead=8)
-    assert "its clock is 8 s ahead of the server's; set both by the same time server" in post(
-        local, ACTIVATE, len(body), body, **headers
-    )
+    # On a busy machine some seconds pass between the signature and its judgement.
+    headers, body = signed(local, "anna", ahead=3600)
+    said = post(local, ACTIVATE, len(body), body, **headers)
+    ahead = re.search(r"its clock is (\d+) s ahead of the server's; set both by the same time server", said)
+    assert ahead is not None, said
+    assert 3540 <= int(ahead[1]) <= 3600
     headers, body = signed(local, "anna", ahead=-400)
-    assert "its clock is 400 s behind the server's" in post(local, ACTIVATE, len(body), body, **headers)
+    said = post(local, ACTIVATE, len(body), body, **headers)
+    behind = re.search(r"its clock is (\d+) s behind the server's", said)
+    assert behind is not None, said
+    assert 400 <= int(behind[1]) <= 460
     headers, body = signed(local, "anna")
     assert post(local, ACTIVATE, len(body), body, Connection="close", **headers).startswith("HTTP/1.1 200 ")
 

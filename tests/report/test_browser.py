@@ -51,7 +51,7 @@ def show(browser: Any, page: Path, *, width: int = 1280, theme: str = "light") -
     browser.get(page.as_uri())
     # On a busy machine the driver has answered before the page's script had its turn.
     drawn = "document.readyState === 'complete' && document.querySelector('#clients-table td, .notes') !== null"
-    waiting.WebDriverWait(browser, 30).until(lambda _: ask(browser, drawn))
+    waiting.WebDriverWait(browser, 120).until(lambda _: ask(browser, drawn))
 
 
 def ask(browser: Any, script: str) -> Any:

@@ -534,9 +534,10 @@ def test_killed_studies_lose_nothing_and_two_processes_share_one(source, tmp_pat
     fork = multiprocessing.get_context("fork")  # starts at once; torch has one thread here
     killed = fork.Process(target=work, args=(out, 1000, Hanger(sign)))
     killed.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not sign.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert sign.exists()
     os.kill(killed.pid, signal.SIGKILL)
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
@@ -547,7 +548,7 @@ def test_killed_studies_lose_nothing_and_two_processes_share_one(source, tmp_pat
     other = fork.Process(target=work, args=(out, total, Watcher()))
     other.start()
     tune(long_study(), out=out, trials=total, source=source)
-    other.join(60)
+    other.join(600)
     assert other.exitcode == 0
     lines = tune(long_study(), out=out, trials=total, source=source)["trials"]
     assert lines[:3] == before

@@ -300,13 +300,13 @@ def test_hostile_messages(case):
     """A well sealed lie is refused by one sentence, within 2 s and without unfolding: below 50 MB."""
     data, reason = HOSTILE[case]
     tracemalloc.start()
-    begun = time.perf_counter()
+    begun = time.process_time()
     try:
         with pytest.raises(ContainerError, match=reason) as caught:
             decode(data)
         assert "\n" not in str(caught.value)
         assert tracemalloc.get_traced_memory()[1] < 50e6
-        assert time.perf_counter() - begun < 2
+        assert time.process_time() - begun < 2
     finally:
         tracemalloc.stop()
 

@@ -59,15 +59,16 @@ class Tidier:
         self.database = Path(database)
         self._due = self._whole = self._warned = False
         """Whether a run has ended since, the log has yet to be cut, and a fault was told."""
-        self._seen = -1
+        self._seen = (-1, -1)
 
     def look(self, ended: bool) -> None:
         """Tidy after a run has ended, and whenever something was deleted since."""
         self._due |= ended
         try:
-            written = compat.write_log(self.database).stat().st_mtime_ns
+            log = compat.write_log(self.database).stat()
         except OSError:
             return
+        written = (log.st_mtime_ns, log.st_size)  # some systems' clocks tick every few milliseconds, or once a second
         if written == self._seen and not self._due:
             return
         try:
@@ -76,7 +77,7 @@ class Tidier:
             if not self._warned:
                 _LOG.warning("%s is not tidied yet: %s", self.database, error)
             self._warned, clean = True, False
-        self._seen = written if clean else -1
+        self._seen = written if clean else (-1, -1)
 
     def _tidied(self) -> bool:
         with contextlib.closing(sqlite3.connect(self.database, timeout=_WAIT)) as link:

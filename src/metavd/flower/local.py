@@ -37,6 +37,7 @@ QUIET = {
 """Flower and Ray report to nobody, look for no updates and install nothing."""
 _MARK = "METAVD_LOCAL"
 _PORTS = (15_000, 32_000)
+_GIVEN: set[int] = set()
 _STARTING = 300.0
 """Seconds until a SuperLink must listen."""
 
@@ -45,7 +46,7 @@ def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on now.
 
     They lie below those that the system gives to outgoing connections, so that none of these takes one before a server
-    listens on it, or while a server is started again.
+    listens on it, or while a server is started again. None is returned twice: who got one may not listen yet.
     """
     with contextlib.ExitStack() as stack:
         found: list[int] = []
@@ -53,7 +54,9 @@ def free_ports(count: int) -> list[int]:
             port = random.SystemRandom().randrange(*_PORTS)
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.socket()).bind((HOST, port))
-                found.append(port)
+                if port not in _GIVEN:
+                    found.append(port)
+                    _GIVEN.add(port)
         return found
 
 
