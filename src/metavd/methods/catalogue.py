@@ -115,13 +115,13 @@ def regulariser(
     paper: str,
     options: type[O],
     gives: Sequence[str] = (),
-    tuned_as: Sequence[str] | None = None,
+    tuned_as: tuple[str, ...] | None = None,
 ) -> Callable[[Part[O]], Part[O]]:
     """Register a regulariser, of which a method has at most one; see `Entry` for `tuned_as`."""
-    because, instead = "changes the loss of local training", None if tuned_as is None else tuple(tuned_as)
+    because = "changes the loss of local training"
     return _registered(
         name, "regulariser", text, paper, options, gives=tuple(gives), needs=REGULARISABLE, because=because,
-        tuned_as=instead,
+        tuned_as=tuned_as,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from ..data.collection import parse
 from ..errors import SpecError
 from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
-from ..methods import NAMES, check, options_of, resolve
+from ..methods import NAMES, options_of, resolve
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, with_settings
 from ..schema import nearest
 from ..templates import filled
@@ -117,9 +117,7 @@ def lineup(
     told = []
     for name, protocol in product(names, protocols):
         own = {key: value for key, value in rest.items() if key in SETTINGS or key in options_of(name)}
-        asked = with_settings(
-            with_settings(Experiment(), {"method": check(name)}), {**own, **where, "test_rows": protocol}
-        )
+        asked = with_settings(Experiment(), {**own, **where, "method": name, "test_rows": protocol})
         found = None if chosen is None else find_for(chosen, asked)
         told += [] if chosen is None else [tuned_told(asked, found)]
         whole = applied(found, own) | {"method": name, "test_rows": protocol}
