@@ -13,24 +13,7 @@ from .files import FileError, Unread
 from .registry import FORMATS, DatasetOption, Info, dataset, info, load, options
 
 __all__ = [
-    "BY_HAND",
-    "FORMATS",
-    "REMOTES",
-    "DatasetOption",
-    "FileError",
-    "Finding",
-    "Info",
-    "Remote",
-    "Report",
-    "Unread",
-    "cached",
-    "check",
-    "dataset",
-    "download",
-    "fetch",
-    "from_huggingface",
-    "from_torchvision",
-    "info",
-    "load",
+    "BY_HAND", "FORMATS", "REMOTES", "DatasetOption", "FileError", "Finding", "Info", "Remote", "Report", "Unread",
+    "cached", "check", "dataset", "download", "fetch", "from_huggingface", "from_torchvision", "info", "load",
     "options",
 ]  # fmt: skip
