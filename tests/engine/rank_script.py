@@ -100,7 +100,7 @@ def run_in(folder: str, task: str) -> dict[str, Any]:
     own = cheap("fedrep", **CHEAP)
     listener = LISTENERS.get(task, Silent)()
     settings = FIELDS | own | {"method": "fedrep", "rounds": 5, "checkpoint_every": 1, "backend": "loop"}
-    settings["rank_wait"] = 10 if task == "cut" else 600
+    settings["rank_wait"] = 30 if task == "cut" else 600
     metavd.run(source=rows(), out=folder, resume=task == "resumed", listener=listener, **settings)
     return metavd.run(source=rows(), out=folder, resume=True, **settings)  # a finished run is read, on every rank
 

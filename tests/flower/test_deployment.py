@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -67,6 +68,16 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+def executors(local: LocalFederation) -> int:
+    """Return how many processes do the SuperLink's tasks: one, and a fork of it for each ServerApp."""
+    found = 0
+    for pid in local.left():
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found += b"--execute" in words and os.fsencode(local.folder / "state.db") in words
+    return found
 
 
 def simulated(method: str, text: str, rounds: int) -> str:
@@ -150,6 +161,7 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     """
     folder = tmp_path / "killed"
     asked = config(folder, "fedper+metavd", SMALL, rounds=4)
+    until(lambda: executors(local) == 1, local, "superlink")  # the ServerApps of other tests' runs have ended
     earlier = len(local.log("superlink"))
     following = start_run(local, "killed", asked)
     rounds = Store(folder).read_rounds
@@ -158,7 +170,6 @@ def test_a_killed_superlink_and_a_node_that_was_away_cost_one_round(local, tmp_p
     local.stop("superlink", how=signal.SIGKILL)
     local.stop("cleo")
     until(lambda: gone(server_app), local, "killed")
-    # Said as well of another test's run, by a heartbeat that came after its end.
     slowly = "Task stopped by user" in local.log("superlink")[earlier:]
     assert not slowly, "it ended with all that Flower does at an end"
     assert following.wait(PATIENCE) == 1, local.log("killed")

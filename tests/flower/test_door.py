@@ -98,6 +98,7 @@ def signed(local: LocalFederation, name: str, ahead: float = 0.0) -> tuple[dict[
 @pytest.mark.parametrize("size", [BODY, 60 * MB], ids=["at the bound", "above it"])
 def test_what_strangers_post_is_not_held(local, size):
     """Five bodies at once without a key; before there was a door, five of 60 MB took 712 MB and kept them."""
+    post(local, ACTIVATE, 1)  # the first request of all makes what the others share
     before = resident(local)
     threads = [threading.Thread(target=post, args=(local, ACTIVATE, size)) for _ in range(5)]
     for thread in threads:

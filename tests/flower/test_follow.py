@@ -133,7 +133,6 @@ def test_a_command_that_is_interrupted_leaves_nothing_and_says_what_goes_on(tmp_
     def interrupt() -> None:
         while STARTED not in "".join(shown):
             time.sleep(0.01)
-        time.sleep(0.3)  # the command has read the run's number by then
         signal.raise_signal(signal.SIGINT)
 
     (tmp_path / "run").write_text(STARTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import signal
 import socket
@@ -11,15 +12,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from rich.console import Console
 
 from metavd.cli import main
+from metavd.cli.federate import _watching
+from metavd.cli.terminal import Reporter
 from metavd.flower import security
 from metavd.flower.config import FederationError
+from metavd.flower.local import connection
 from metavd.flower.registry import Member, Roster, load, rekeyed, save
 from metavd.flower.warm import insisting
 
@@ -192,6 +198,36 @@ def test_files_for_an_operator(tmp_path, monkeypatch, capsys):
     assert end.value.code == 2
     assert "config.toml has here; name one of them with --superlink" in capsys.readouterr().err
     assert handshake(tmp_path / "certs", tmp_path / "certs" / security.CA, "127.0.0.1") == "met"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_demo_looks_again_at_an_interrupt(tmp_path, monkeypatch, terminal):
+    """Python drops an exception that meets it in a callback, so whoever waits asks as well."""
+    reporter = Reporter()
+    reporter.err = Console(file=io.StringIO(), force_terminal=terminal)
+    monkeypatch.setattr(Reporter, "interrupted", False)
+    with _watching(tmp_path, 3, reporter) as look:
+        look()
+        monkeypatch.setattr(Reporter, "interrupted", True)
+        with pytest.raises(KeyboardInterrupt):
+            look()
+
+
+def test_following_a_run_looks_again_at_an_interrupt(tmp_path, monkeypatch, capsys):
+    """As above; the command's own way to the run is the one that is asked."""
+    (tmp_path / "config.toml").write_text(connection("127.0.0.1:8000", None))
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+
+    def follow(*_: object, meanwhile: Callable[[], None], **__: object) -> None:
+        meanwhile()
+        Reporter.interrupted = True  # as if the exception that comes with it had been dropped
+        meanwhile()
+        raise AssertionError("nobody heeded it")
+
+    monkeypatch.setattr("metavd.flower.follow.follow", follow)
+    with pytest.raises(SystemExit) as end:
+        main(["federate", "run", f"out={tmp_path / 'run'}"])
+    assert (end.value.code, capsys.readouterr().err) == (1, "metavd: stopped\n")
 
 
 @pytest.mark.processes

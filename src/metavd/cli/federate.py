@@ -122,6 +122,7 @@ def _watching(folder: Path, rounds: int, reporter: Reporter) -> Iterator[Any]:
 
         def lines() -> None:
             nonlocal shown
+            reporter.heed()
             for record in store.read_rounds()[shown:]:
                 reporter.note("  " + "  ".join(f"{name} {text}" for name, text in _cells(record).items()))
                 shown += 1
@@ -129,7 +130,12 @@ def _watching(folder: Path, rounds: int, reporter: Reporter) -> Iterator[Any]:
         yield lines
         return
     with Live(_table([], rounds), console=reporter.err, transient=True, refresh_per_second=4) as live:
-        yield lambda: live.update(_table(store.read_rounds(), rounds))
+
+        def table() -> None:
+            reporter.heed()
+            live.update(_table(store.read_rounds(), rounds))
+
+        yield table
     reporter.err.print(_table(store.read_rounds(), rounds))
 
 
@@ -331,7 +337,7 @@ def run_command(*, words: tuple[str, ...], superlink: str) -> None:
             app = later.flower_config.write_app(Path(scratch))
         later.flower_follow.follow(
             app, values, superlink=superlink, environment={**later.flower_local.QUIET, **os.environ},
-            show=lambda line: click.echo(line, nl=False),
+            show=lambda line: click.echo(line, nl=False), meanwhile=Reporter.heed,
         )  # fmt: skip
     print_results([later.runs_store.Store(Path(out)).read_result()])
 

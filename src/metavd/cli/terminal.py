@@ -173,10 +173,15 @@ class Reporter(Shown):
                 + (f", going on after round {done}" if done else "")
             )
 
-    def round(self, record: Record) -> None:
-        """Move the bar."""
+    @staticmethod
+    def heed() -> None:
+        """Stop if the person wants to."""
         if Reporter.interrupted:
             raise KeyboardInterrupt
+
+    def round(self, record: Record) -> None:
+        """Move the bar."""
+        self.heed()
         self.loss = "no answers" if record.loss is None else f"loss {record.loss:.3f}"
         if not self.move(completed=record.round, text=f"{self.loss}{self.accuracy}") and self.silent():
             self._line(record.round, "")

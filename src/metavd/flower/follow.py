@@ -101,10 +101,10 @@ def follow(
                 line = lines.get(timeout=_LOOK)
             except Empty:
                 continue
-            show(line)
             if not number:
                 said += line
                 number = compat.started_run(line)
+            show(line)
         if not number:
             raise FailedRunError(f"the run did not start: {compat.plain(said)}")
         if was_finished or not store.is_finished():

@@ -90,7 +90,7 @@ def find_cifar100(root: Path | str, *, labels: str = "fine", subset: bool = Fals
 
 
 def _found(name: str, root: Path, chosen: int, *, subset: bool) -> Unread:
-    """Plan the rows with the chosen one of their labels."""
+    """Return what is to be read: the rows, with the chosen one of their labels."""
     version, place, paths = _find(name, root)
 
     def read(report: Report) -> Source:

@@ -108,7 +108,7 @@ def _found(
     name: str, files: tuple[Path, ...], *, upright: bool = False, first: int = 0, archive: Path | None = None,
     **look: Any,
 ) -> Unread:  # fmt: skip
-    """Plan images and labels of the train and of the test half, and perhaps the writers of both.
+    """Return what is to be read: images and labels of both halves, and perhaps the writers.
 
     `first` is the first label's number.
     """

@@ -75,7 +75,7 @@ def find_npz(
 def found_in(
     path: Path, name: str, made: Callable[[Content], Source], channels: str = "auto", **options: Any
 ) -> Unread:
-    """Plan a dataset that lies in one .npz, and is made of what that holds."""
+    """Return what is to be read: a dataset in one .npz, made of what that holds."""
     return Unread(name, path, (path,), lambda _: made(read(path, channels)), {"channels": channels, **options})
 
 

@@ -1,7 +1,7 @@
 """Every dataset that can be asked for by name: how to find its files, its options, and settings that suit it.
 
-A dataset is one function that finds its files and returns a `Plan`, in one of the modules that `FORMATS` names; or one
-in a file of your own, which a package names in the entry-point group `metavd.datasets`:
+A dataset is one function that finds its files and returns an `Unread`, in one of the modules that `FORMATS` names; or
+one in a file of your own, which a package names in the entry-point group `metavd.datasets`:
 
     @dataset("mine", "my measurements, 4 classes", options={"year": "which of them"})
     def find_mine(root, *, year: int = 2024) -> Unread: ...

@@ -56,7 +56,7 @@ def find_table(root: Path | str, *, label: str = "", client: str = "", test: str
 
 
 def read_anew(root: Path | str, name: str, made: Callable[[Cells, str], Source]) -> Unread:
-    """Plan a file of which no copy is kept; every fault names the file, in place of the dataset."""
+    """Return what is to be read of a file, without a copy of it; every fault names the file, not the dataset."""
     path = need_file(root)
     called = name or path.stem
 
