@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from metavd import methods
 from metavd.cli import main
-from metavd.studies.arena import BEST, lineup, name_of, page
+from metavd.studies.arena import BEST, lineup, name_of, page, setting_of
 from metavd.studies.lines import identity
 from metavd.studies.pairs import pair
 
@@ -31,7 +32,9 @@ def test_runs_once_under_both_protocols_and_makes_its_page(tmp_path: Path) -> No
     again = arena(tmp_path, "fedavg", "fedrep", *QUICK)
     assert (tmp_path / "store.jsonl").read_text().splitlines() == lines
     assert again == text
-    assert re.findall("## (.*)", text) == ["digits, consistent, 2 rounds", "digits, independent, 2 rounds"]
+    assert re.findall("## (.*)", text) == [
+        f"digits, {dealt}, 2 rounds, width 8" for dealt in ("consistent", "independent")
+    ]
     for line in map(json.loads, lines):
         accuracy = 100 * line["result"]["test"]["accuracy"]
         row = rf"`{name_of(line)}` \| \**{accuracy:.1f}\**"
@@ -40,6 +43,20 @@ def test_runs_once_under_both_protocols_and_makes_its_page(tmp_path: Path) -> No
         sets = line["result"]["trust"]["sets"]["test"]
         assert 0.5 < sets["lac"]["covered"] <= 1
         assert f"| {sets['aps']['size']:.2f} |" in text.replace("**", "")
+
+
+def test_runs_of_unlike_settings_are_never_one_row() -> None:
+    """Another network, cohort or dataset's option is another table; before, their runs were averaged like seeds."""
+    settings = {"method": "fedavg", "seed": 0, "test_rows": "consistent", "data": "cifar100"}
+    others: list[dict[str, Any]] = [
+        {}, {"width": 8}, {"model": "lenet"}, {"cohort": 5}, {"unseen": 3}, {"valid": 0.2}, {"aggregate": "median"},
+        {"data": "cifar100:labels=coarse"}, {"data": "mine"},
+    ]  # fmt: skip
+    usual = {"model": "cnn", "cohort": 10, "unseen": 30, "eval_every": 7, "device": "cpu"}
+    titles = [setting_of({"settings": settings | other}) for other in [*others, usual]]
+    assert len(set(titles)) == len(others)
+    assert titles[-1] == titles[0] == "cifar100, consistent"
+    assert titles[1:3] == ["cifar100, consistent, width 8", "cifar100, consistent, model lenet"]
 
 
 def test_several_seeds_have_an_interval_and_the_best_is_bold(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.collection import parse
+from ..data.formats import FORMATS
 from ..errors import SpecError
 from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
@@ -73,6 +74,10 @@ def columns() -> list[Column]:
     ]
 
 
+_ASIDE = RUNTIME - {"weights"} | {
+    "method", "seed", "content", "weights_content", "data", "partition", "test_rows", "rounds", "clients"
+}  # fmt: skip
+"""Settings that do not tell one table from another, and those that a table's title always names."""
 Key = tuple[str, str, int]
 """Method, protocol and seed."""
 
@@ -198,7 +203,14 @@ def setting_of(line: Line) -> str:
     """Return what the runs of a table share, as its title; what has the dataset's default is not named."""
     e = with_settings(Experiment(), plain(line["settings"]))
     counts = [(e.rounds, "rounds"), (e.clients, "clients")]
-    words = [e.data, e.partition, e.test_rows, *(f"{count:g} {name}" for count, name in counts if count)]
+    name = e.data.partition(":")[0]
+    suits = FORMATS[name].defaults if name in FORMATS else {}
+    usual = {key: (each.default, suits.get(key, each.from_data)) for key, each in SETTINGS.items()}
+    rest = {key: getattr(e, key) for key in SETTINGS if key not in _ASIDE}
+    words = [
+        e.data, e.partition, e.test_rows, *(f"{count:g} {name}" for count, name in counts if count),
+        *(f"{key} {value}" for key, value in rest.items() if value not in usual[key]),
+    ]  # fmt: skip
     return ", ".join(filter(None, words))
 
 
