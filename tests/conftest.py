@@ -7,13 +7,13 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from metavd.container import seal
 from metavd.core import rng
@@ -23,11 +23,14 @@ from metavd.methods import Setting
 from metavd.models.mlp import mlp
 
 torch.set_num_threads(1)
-# The same examples in every run, and no example fails because another process had the core; a hunt for new ones is
-# HYPOTHESIS_PROFILE=search.
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.register_profile("search", deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+if find_spec("hypothesis") is not None:  # a machine with a GPU may lack it, and the tests of kernels do without
+    from hypothesis import settings
+
+    # The same examples in every run, and no example fails because another process had the core; a hunt for new ones is
+    # HYPOTHESIS_PROFILE=search.
+    settings.register_profile("suite", deadline=None, derandomize=True)
+    settings.register_profile("search", deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 if not torch.cuda.is_available():
     # Triton reads it when it is imported: its kernels then run in an interpreter, on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
