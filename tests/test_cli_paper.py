@@ -42,6 +42,12 @@ def test_lists_and_plans_train_nothing(metavd: Any, tmp_path: Path) -> None:
     shown = planned.out
     assert "fedavg, seed 777: T8 FedAvg 0.5" in shown
     assert "2 runs are missing" in shown
+    both = metavd("paper", "T8", "A2", "--rows", "FedAvg,fedavg+dropout", "--columns", "0.5,cifar10 0.5", "--plan")
+    assert both.status == 0, "each table takes the rows that it has"
+    assert both.out.splitlines() == [
+        "fedavg, seed 777: T8 FedAvg 0.5", "fedavg+dropout, seed 777: A2 FedAvg+Dropout cifar10 0.5",
+        "2 runs are missing, 0 are done.",
+    ]  # fmt: skip
     assert not list(tmp_path.iterdir())
 
 
@@ -51,6 +57,8 @@ def test_lists_and_plans_train_nothing(metavd: Any, tmp_path: Path) -> None:
         (["T99"], "no table 'T99'"),
         (["T8", "--rows", "FedAv"], "did you mean FedAvg"),
         (["T8", "--columns", "0.7"], "no column '0.7'"),
+        (["T8", "A2", "--rows", "FedAv"], "tables T8, A2 have no row 'FedAv'; did you mean FedAvg"),
+        (["T8", "A2", "--rows", "FedAvg+Dropout", "--columns", "0.5"], "have no row of FedAvg+Dropout in a column of"),
         (["T8", "--scale", "tiny"], "scale is 'tiny'"),
         (["T8", "--last", "3"], "last is 3"),
         (["T8", "--rounds", "-1"], "rounds is -1"),

@@ -22,7 +22,8 @@ def _list(text: str | None) -> list[str] | None:
 
 @click.command("paper")
 @click.argument("what", nargs=-1, required=True, metavar="list | report | claims | all | T1...T17 | A1... | M4...")
-@click.option("--rows", metavar="A,B", help="Only these rows, such as FedAvg,Reptile.")
+@click.option("--rows", metavar="A,B",
+              help="Only these rows, such as FedAvg,Reptile; of several tables each takes its own.")  # fmt: skip
 @click.option("--columns", metavar="A,B", help="Only these columns; metavd paper list T8 shows them.")
 @click.option("--seeds", type=COUNT, default=1, help="Seeds from 777 on.")
 @click.option("--rounds", type=int, default=0, show_default=False, metavar="N",
@@ -93,8 +94,8 @@ def paper_command(
         return
     _run(names, store, part, reporter, work=work, keep=keep, retry=retry, jobs=jobs, share=share,
          until=until, runtime=runtime)  # fmt: skip
-    for name in names:
-        _print_view(later.paper_statistics.table(name, store, **part))
+    for name, (some_rows, some_columns) in later.paper_tables.within(names, part["rows"], part["columns"]).items():
+        _print_view(later.paper_statistics.table(name, store, how=how, rows=some_rows, columns=some_columns))
     click.echo(f"Finished runs: {later.paper_plan.store_file(store, scale)}")
 
 

@@ -22,6 +22,7 @@ from ..many import Share, carry_out
 from .digest import digested
 from .plan import PlannedRun, needed, store_file
 from .protocol import PAPER, Protocol
+from .tables import Labels
 
 _CIFAR = {"cifar10": 10, "cifar100": 100}
 
@@ -43,8 +44,8 @@ def run_missing(
     store: str | Path,
     *,
     how: Protocol = PAPER,
-    rows: Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
+    rows: Labels = None,
+    columns: Labels = None,
     work: str | Path | None = None,
     keep: bool = False,
     retry: bool = False,

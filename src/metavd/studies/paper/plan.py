@@ -11,7 +11,7 @@ from typing import Any
 from ..lines import identity, read
 from ..tuned import Tuned, told_of
 from .protocol import PAPER, Protocol, settings_of, tuned_for
-from .tables import Cell, cells
+from .tables import Cell, Labels, cells, within
 
 _MIDDLE = "dirichlet:0.5"
 """The partition that every table of accuracies has, and that methods are tuned for."""
@@ -45,13 +45,13 @@ def needed(
     store: str | Path,
     *,
     how: Protocol = PAPER,
-    rows: Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
+    rows: Labels = None,
+    columns: Labels = None,
     retry: bool = False,
     note: Callable[[str], None] | None = None,
 ) -> Needed:
     """Say which runs the tables need and which the store lacks; `retry` counts those that failed as lacking."""
-    chosen = [cell for name in names for cell in cells(name, rows, columns)]
+    chosen = _chosen(names, rows, columns)
     users: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for cell, seed in sorted(product(chosen, how.seeds), key=_urgency):
         settings = settings_of(cell, seed, how)
@@ -60,6 +60,10 @@ def needed(
     runs = [PlannedRun(key, settings, tuple(who)) for key, (settings, who) in users.items()]
     there = {key for key, line in lines.items() if not (retry and "failed" in line)}
     return Needed(tuple(run for run in runs if run.id in there), tuple(run for run in runs if run.id not in there))
+
+
+def _chosen(names: Sequence[str], rows: Labels, columns: Labels) -> list[Cell]:
+    return [cell for name, part in within(names, rows, columns).items() for cell in cells(name, *part)]
 
 
 def _urgency(run: tuple[Cell, int]) -> tuple[bool, int]:
@@ -73,14 +77,14 @@ def tuned_told(
     names: Sequence[str],
     *,
     how: Protocol = PAPER,
-    rows: Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
+    rows: Labels = None,
+    columns: Labels = None,
 ) -> list[str]:
     """Say of every method and its data which tuned settings the tables' runs have; nothing where none are asked for."""
     if how.tuned is None:
         return []
     users: dict[tuple[str, str, str | None], tuple[Tuned | None, dict[str, None]]] = {}
-    for cell in (cell for name in names for cell in cells(name, rows, columns)):
+    for cell in _chosen(names, rows, columns):
         asked = {**cell.settings, "test_rows": how.test_rows}
         if "method" in asked and "variant" not in asked:
             found = tuned_for(asked, how)

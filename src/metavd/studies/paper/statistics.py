@@ -17,7 +17,7 @@ from ..lines import Line, read
 from .digest import NORMAL, dotted
 from .plan import store_file
 from .protocol import LAST, PAPER, Protocol, name_of, runs_of
-from .tables import MEASURES, Cell, PaperFigure, PaperTable, cells, get
+from .tables import MEASURES, Cell, Labels, PaperFigure, PaperTable, cells, get
 
 _CLIENTS_OF = {"test": ("test",), "unseen": ("unseen",), "gap": ("test", "unseen")}
 """Whose clients' noise a figure has."""
@@ -74,8 +74,8 @@ def table(
     store: str | Path,
     *,
     how: Protocol = PAPER,
-    rows: Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
+    rows: Labels = None,
+    columns: Labels = None,
     note: Callable[[str], None] | None = None,
 ) -> View:
     """Set our figures beside the paper's.

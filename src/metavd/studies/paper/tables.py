@@ -158,21 +158,51 @@ def get(name: str) -> PaperTable:
     return every[known[str(name).lower()]]
 
 
-def cells(name: str, rows: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> list[Cell]:
+Labels = Sequence[str] | None
+"""Rows or columns that are asked for; None: all."""
+
+
+def cells(name: str, rows: Labels = None, columns: Labels = None) -> list[Cell]:
     """Return the cells of a table, all or those of some rows and columns, named as the table names them."""
-    table = get(name)
-    wanted = [_known(table, "row", table.rows, rows), _known(table, "column", table.columns, columns)]
-    return [cell for cell in table.cells if cell.row in wanted[0] and cell.column in wanted[1]]
+    wanted = within([name], rows, columns)[get(name).name]
+    return [cell for cell in get(name).cells if cell.row in wanted[0] and cell.column in wanted[1]]
 
 
-def _known(table: PaperTable, what: str, labels: Sequence[str], asked: Sequence[str] | None) -> Sequence[str]:
-    if asked is None:
-        return labels
-    spelled = {label.lower(): label for label in labels}
-    for word in asked:
-        if word.lower() not in spelled:
-            raise SpecError(f"table {table.name} has no {what} {word!r}; {nearest(word, labels)}")
-    return [spelled[word.lower()] for word in asked]
+def within(names: Sequence[str], rows: Labels = None, columns: Labels = None) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the rows and columns that are meant of each table: those that it has of what is asked of all of them.
+
+    A word that no table knows is refused, and a table of which nothing is meant is left out.
+    """
+    tables = [get(name) for name in names]
+    by_row = _spelled(tables, "row", [table.rows for table in tables], rows)
+    by_column = _spelled(tables, "column", [table.columns for table in tables], columns)
+    found = {
+        table.name: (of_rows, of_columns)
+        for table, of_rows, of_columns in zip(tables, by_row, by_column, strict=True)
+        if of_rows and of_columns
+    }
+    if not found:
+        asked = " in a column of ".join(", ".join(words or ["any"]) for words in (rows, columns))
+        raise SpecError(f"{_told(tables)} no row of {asked}; 'metavd paper list {names[0]}' shows what a table has")
+    return found
+
+
+def _spelled(
+    tables: Sequence[PaperTable], what: str, labels: Sequence[Sequence[str]], asked: Labels
+) -> list[list[str]]:
+    """Return which labels of each table are asked for, as the table spells them."""
+    everything = list(dict.fromkeys(label for some in labels for label in some))
+    known = {label.lower() for label in everything}
+    for word in asked or ():
+        if word.lower() not in known:
+            raise SpecError(f"{_told(tables)} no {what} {word!r}; {nearest(word, everything)}")
+    words = None if asked is None else {word.lower() for word in asked}
+    return [[label for label in some if words is None or label.lower() in words] for some in labels]
+
+
+def _told(tables: Sequence[PaperTable]) -> str:
+    names = [table.name for table in tables]
+    return f"table {names[0]} has" if len(names) == 1 else f"tables {', '.join(names)} have"
 
 
 def _table(name: str, values: Mapping[str, Any]) -> PaperTable:
