@@ -42,7 +42,7 @@ def test_a_step_with_all_kernels_is_the_references(
     def loss(x: Tensor, key: Tensor) -> Tensor:
         return gp.loss(x, y, None, key, 4, inference=few)
 
-    keys = rng.split(rng.key(0), 2).to(DEVICE)
+    keys = rng.split(rng.key(0, DEVICE), 2)
     kernels(False)
     expected = vmap(grad_and_value(loss))(x, keys)
     kernels(True)
