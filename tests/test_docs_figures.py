@@ -202,7 +202,7 @@ def test_which_rule_of_aggregation_when():
     ("page", "command"),
     [
         ("paper.md", "metavd paper report T7 T8 T9"),
-        ("paper-tuned.md", "metavd paper report T7 A2 --tuned --seeds 3 --out docs/paper-tuned.md"),
+        ("paper-tuned.md", "metavd paper report T7 A2 A3 A4 --tuned --seeds 3 --out docs/paper-tuned.md"),
         ("paper-100.md", "metavd paper report T7 T8 --rounds 100 --out docs/paper-100.md"),
         ("arena.md", "metavd arena --page docs/arena.md"),
         ("tuned.md", "metavd tune-all --page docs/tuned.md"),
@@ -390,15 +390,18 @@ def test_what_readme_and_results_say_of_the_paper():
 
 def test_what_readme_and_results_say_of_tuned_runs():
     """They round what docs/paper-tuned.md has: gains over the same bases, ours, the paper's and fixed dropout's."""
-    page, heading = text("docs/paper-tuned.md"), "cifar100, Dirichlet 0.5, cohort of 10 of 100"
-    assert page.count(f"### {heading}") == 2  # the paper's table, and ours with dropout
-    ours = {row: cells("docs/paper-tuned.md", heading, row) for row in (
-        *(base + end for base in ("FedAvg", "Reptile", "MAML") for end in ("", "+MetaVD")),)}  # fmt: skip
-    fixed = {
-        line.split("+")[0].strip("| "): [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in page.split(f"### {heading}")[2].splitlines()
-        if "+Dropout |" in line and "not run" not in line
-    }
+    heading, bases = "cifar100, Dirichlet 0.5, cohort of 10 of 100", ("FedAvg", "Reptile", "MAML")
+
+    def rows(table, end):
+        part = next(part for part in text("docs/paper-tuned.md").split("\n## ") if part.startswith(table))
+        lines = part.split(f"### {heading}")[1].split("\n### ")[0].splitlines()
+        return {
+            base: [cell.strip() for line in lines if line.startswith(f"| {base}{end}") for cell in line.split("|")[1:]]
+            for base in bases
+        }
+
+    ours = {f"{base}{end}": row for end in ("", "+MetaVD") for base, row in rows("T7", end).items()}
+    fixed = rows("A2", "+Dropout")
 
     def gains(with_it, without, column):
         found = [numbers(with_it[base][column])[0] - numbers(ours[base][without])[0] for base in fixed]
@@ -406,9 +409,22 @@ def test_what_readme_and_results_say_of_tuned_runs():
 
     meta = {base: ours[f"{base}+MetaVD"] for base in fixed}
     results, readme = (" ".join(text(name).split()) for name in ("docs/results.md", "README.md"))
-    assert list(fixed) == ["FedAvg", "Reptile", "MAML"]
     assert f"by {gains(meta, 1, 1)} points on participating clients" in results
     assert f"by {gains(meta, 5, 5)} on unseen ones" in results
     assert f"the paper's gains are {gains(meta, 3, 3)} and {gains(meta, 7, 7)}" in results
     assert f"gains {gains(fixed, 1, 1)} and {gains(fixed, 5, 3)} on the same bases" in results
     assert f"MetaVD adds {gains(meta, 1, 1)} points to its bases, a fixed dropout rate {gains(fixed, 1, 1)}" in readme
+    claims = {
+        part.split("\n")[0]: [
+            [float(line.split("|")[3]), int(line.split("|")[6])]
+            for line in part.splitlines()
+            if line.startswith(("| cifar100, Dirichlet 5 |", "| cifar100, Dirichlet 0.1 |"))
+        ]
+        for part in text("docs/claims.md").split("\n## ")[1:]
+        if part.startswith(("accuracy", "dropout"))
+    }
+    (least, most), (worst, best) = ((min(some)[0], max(some)[0]) for some in claims.values())
+    assert f"at Dirichlet 5 and 0.1 by {least:.1f} to {most:.1f}" in results
+    assert f"MetaVD is {-best:.1f} to {-worst:.1f} points below fixed dropout" in results
+    assert {seeds for some in claims.values() for _, seeds in some} == {2, 3}
+    assert "two or three seeds" in results
