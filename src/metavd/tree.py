@@ -34,10 +34,11 @@ def join(tree: Params) -> Tensor:
     return torch.cat([value.flatten() for value in tree.values()])
 
 
-def part(vector: Tensor, like: Params) -> Params:
-    """Undo `join`: cut a vector into entries of the names and shapes of a tree."""
-    pieces = torch.split(vector, [value.numel() for value in like.values()])
-    return {name: piece.reshape(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
+def part(vectors: Tensor, like: Params) -> Params:
+    """Undo `join`: cut a vector, or many (..., P), into entries of the names and shapes of a tree."""
+    pieces = torch.split(vectors, [value.numel() for value in like.values()], -1)
+    lead = vectors.shape[:-1]
+    return {name: piece.reshape(lead + value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 
 
 def squared_norm(tree: Params) -> Tensor:
@@ -45,19 +46,19 @@ def squared_norm(tree: Params) -> Tensor:
     return join(tree).square().sum()
 
 
-def clip_scale(vector: Tensor, limit: float, eps: float = 1e-6) -> Tensor:
-    """Return what brings a vector's L2 norm down to `limit`: min(1, limit / (norm + eps)).
+def clip_scale(vector: Tensor, limit: float) -> Tensor:
+    """Return what brings a vector's L2 norm down to `limit`: min(1, limit / (norm + 1e-6)).
 
     The scale stays in the graph, so a meta-gradient sees it.
     """
-    return (limit / (torch.linalg.vector_norm(vector) + eps)).clamp(max=1.0)
+    return (limit / (torch.linalg.vector_norm(vector) + 1e-6)).clamp(max=1.0)
 
 
-def clip(tree: Params, limit: float | None, eps: float = 1e-6) -> Params:
+def clip(tree: Params, limit: float | None) -> Params:
     """Scale all entries jointly so that their L2 norm is at most `limit`, see `clip_scale`."""
     if limit is None:
         return dict(tree)
-    scale = clip_scale(join(tree), limit, eps)
+    scale = clip_scale(join(tree), limit)
     return {name: value * scale for name, value in tree.items()}
 
 

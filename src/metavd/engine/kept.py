@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from .. import tree
 from ..core.types import Algorithm, Keep, Kept, ServerState
 from ..ops.device import over
 from ..tree import Params
@@ -67,7 +68,7 @@ class KeptTable:
 
     def rows(self, clients: Sequence[int]) -> Params:
         """Return what clients keep, (C, ...); zeros for one that has not kept anything yet."""
-        return _cut(self._flat(clients), self.storage.like)
+        return tree.part(self._flat(clients), self.storage.like)
 
     def has(self, clients: Sequence[int]) -> list[bool]:
         """Return of each client whether it has kept anything yet."""
@@ -88,7 +89,7 @@ class KeptTable:
     def everyone(self) -> Params:
         """Return what all clients keep, (N, ...); of the newest version to be read before there is a next one."""
         newest = self.newer is None and self.storage.rows.device == next(iter(self.storage.like.values())).device
-        return _cut(self.storage.rows, self.storage.like) if newest else self.rows(range(len(self)))
+        return tree.part(self.storage.rows, self.storage.like) if newest else self.rows(range(len(self)))
 
     def put(self, clients: Sequence[int], kept: Params) -> KeptTable:
         """Return the next version, in which clients keep something else (C, ...); this one stays as it is."""
@@ -130,12 +131,6 @@ class KeptTable:
             found.append(version)
             version = version.newer
         return found[::-1]
-
-
-def _cut(rows: Tensor, like: Params) -> Params:
-    """Cut rows (C, P) into entries (C, ...)."""
-    pieces = torch.split(rows, [value.numel() for value in like.values()], 1)
-    return {name: piece.reshape(-1, *value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 
 
 def empty(clients: int, like: Params) -> KeptTable:
@@ -233,8 +228,10 @@ def newcomers(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) 
     """Return of each client whether it has kept nothing yet; nobody is new to a method that keeps nothing."""
     if algorithm.keep is None:
         return [False] * len(clients)
-    known = [] if state.kept is None else [client for client in clients if client < len(state.kept)]
-    has = dict(zip(known, state.kept.has(known), strict=True)) if state.kept is not None else {}
+    if state.kept is None:
+        return [True] * len(clients)
+    known = [client for client in clients if client < len(state.kept)]
+    has = dict(zip(known, state.kept.has(known), strict=True))
     return [not has.get(client, False) for client in clients]
 
 
