@@ -77,12 +77,9 @@ class Registry(Mapping[str, T], Generic[T]):
             self._offered = tuple(entry_points(group=self.group))
         return self._offered
 
-    def has(self, name: object) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether there is an entry of that name; packages are asked only where it is not ours."""
         return name in self.own() or name in self.all()
-
-    def __contains__(self, name: object) -> bool:
-        return self.has(name)
 
     def __getitem__(self, name: str) -> T:
         return self.own()[name] if name in self.own() else self.all()[name]

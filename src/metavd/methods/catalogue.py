@@ -179,10 +179,10 @@ def _misfit(parts: Sequence[Entry]) -> Entry | None:
 def parse(name: str) -> list[Entry]:
     """Split a method's name into its parts, or say in one sentence why there is no such method."""
     first, *rest = name.lower().split("+")
-    if not REGISTRY.has(first) or REGISTRY.own()[first].kind != "base":
+    if first not in REGISTRY or REGISTRY.own()[first].kind != "base":
         raise SpecError(f"unknown method {name!r}; {_nearest(name, names())}")
     for part in rest:
-        if not REGISTRY.has(part) or REGISTRY.own()[part].kind == "base":
+        if part not in REGISTRY or REGISTRY.own()[part].kind == "base":
             others = [each for each, entry in entries().items() if entry.kind != "base"]
             raise SpecError(f"unknown part {part!r} of method {name!r}; {_nearest(part, others)}")
     known = REGISTRY.own()

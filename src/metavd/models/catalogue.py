@@ -84,7 +84,7 @@ def names() -> tuple[str, ...]:
 
 def check(name: str) -> str:
     """Return a network's name, or say in one sentence which there are."""
-    if name != AUTO and not REGISTRY.has(name):
+    if name != AUTO and name not in REGISTRY:
         raise SpecError("; ".join([f"model is {name!r}", nearest(name, [AUTO, *names()]), *REGISTRY.broken]))
     return name
 
