@@ -51,7 +51,7 @@ def without(base: Emit, private: Callable[[str], bool]) -> Emit:
     """Leave out entries that clients keep for themselves: they are neither on the server nor in a message."""
 
     def shown(params: Params) -> Params:
-        return {name: value for name, value in params.items() if not private(name)}
+        return tree.select(params, lambda name: not private(name))
 
     return Emit(
         lambda key: shown(base.init(key)), lambda params, client, round: shown(base.apply(params, client, round))
@@ -327,15 +327,14 @@ def fitted(emit: Emit, objective: Objective, *, steps: int, lr: float) -> Admit:
             return emit.apply({**params, EMBEDDING: embedding[None]}, only, round)
 
         embedding = params[EMBEDDING].mean(0)
-        for step in range(steps):
-            for batch in batches[:1]:
-                fresh = batch._replace(key=rng.fold(batch.key, 40_000 + step))
+        for step in range(steps if batches else 0):
+            fresh = batches[0]._replace(key=rng.fold(batches[0].key, 40_000 + step))
 
-                def loss(value: Tensor, batch: Batch = fresh) -> Tensor:
-                    sent = received(value)
-                    return objective(sent, batch, sent)
+            def loss(value: Tensor, batch: Batch = fresh) -> Tensor:
+                sent = received(value)
+                return objective(sent, batch, sent)
 
-                embedding = embedding - lr * grad(loss)(embedding)
+            embedding = embedding - lr * grad(loss)(embedding)
         return received(embedding)
 
     return admit

@@ -183,10 +183,7 @@ def in_turns(
     def step(params: Params, batches: Sequence[Batch], received: Params, index: Tensor) -> tuple[Move, Tensor]:
         gradient, loss = _gradient(objective, params, batches[0], received, only=only, rate=rate)
         early = sampling.epoch(index, batches[0]) < epochs
-        moving = {
-            name: torch.where(early if first(name) else ~early, value, torch.zeros_like(value))
-            for name, value in gradient.items()
-        }
+        moving = {name: torch.where(early == first(name), value, 0.0) for name, value in gradient.items()}
         return _down(params, moving, lr, clip), loss
 
     return Local(step, lr, clip)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from .. import tree
 from ..compat import convolve
 from ..errors import UserError
 from ..ops import conv, dense
@@ -386,7 +387,7 @@ def headless(model: Model) -> Model:
     """Drop the output layer's parameters, for methods that answer from the features alone."""
 
     def init(key: Tensor) -> Params:
-        return {name: value for name, value in model.init(key).items() if not model.in_head(name)}
+        return tree.select(model.init(key), lambda name: not model.in_head(name))
 
     return model._replace(init=init)
 

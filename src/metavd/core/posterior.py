@@ -344,7 +344,7 @@ class LogVariance(Spread):
         """Return one layer's KL, times a scale."""
         stored, mask = params.get(self.entry(layer)), params.get(f"{layer}.mask")
         if stored is None or self.prior == "anchored":
-            return self.kl_terms(params, layer).sum() * scale
+            return super().layer_kl(params, layer, scale)
         return ops.kl(stored, params[f"{layer}.weight"], mask, self.bounds, scale, self.kl_epsilon)
 
     def kl_terms(self, params: Params, layer: str) -> Tensor:

@@ -159,8 +159,7 @@ def pull(
 
     def init(key: Tensor) -> ServerState:
         params = emit.init(rng.fold(key, 0))
-        some = next(iter(params.values()))
-        round = torch.zeros((), dtype=some.dtype, device=some.device)
+        round = next(iter(params.values())).new_zeros(())
         return ServerState(params, groups.begin(movable(params)), round, key)
 
     def take(state: ServerState, update: Update, weight: Tensor) -> Params:
@@ -234,7 +233,7 @@ def idle(model: Model) -> Server:
 
     def init(key: Tensor) -> ServerState:
         some = next(iter(model.init(rng.fold(key, 0)).values()))
-        return ServerState({}, {}, torch.zeros((), dtype=some.dtype, device=some.device), key)
+        return ServerState({}, {}, some.new_zeros(()), key)
 
     def update(state: ServerState, update: Update) -> ServerState:  # noqa: ARG001
         return state._replace(round=state.round + 1)
@@ -338,7 +337,6 @@ class Distillation:
     min_lr: float
     steps: int
     batch: int
-    swa_period: int = 3
     clip: float | None = 5.0
 
 
@@ -356,7 +354,7 @@ def distill_rates(config: Distillation) -> list[float]:
 
 def swa_steps(config: Distillation) -> list[int]:
     """Return the steps (counted from 1) whose iterates are averaged: every third of the last quarter."""
-    return list(range(config.steps * 3 // 4, config.steps + 1, config.swa_period))
+    return list(range(config.steps * 3 // 4, config.steps + 1, 3))
 
 
 def teachers(config: Distillation, average: Params, params: Params, weight: Tensor, key: Tensor) -> Params:

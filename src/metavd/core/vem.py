@@ -72,22 +72,24 @@ class Head:
         """Whether an entry is a spread of q_i."""
         return name.startswith(OWN) and name.endswith(_SPREAD)
 
-    def variance(self, params: Params) -> Tensor:
-        """Return rho_i^2, at its optimum."""
-        square = [
+    def squares(self, params: Params) -> list[Tensor]:
+        """Return E_q (theta_i - mu)^2 = s_i^2 + (m_i - mu)^2 of the weights and of the biases."""
+        return [
             (2.0 * params[OWN + name + _SPREAD]).exp() + (params[OWN + name] - params[name]).square()
             for name in self.names
         ]
-        return torch.cat([each.flatten() for each in square]).mean()
+
+    def variance(self, params: Params) -> Tensor:
+        """Return rho_i^2, at its optimum."""
+        return torch.cat([each.flatten() for each in self.squares(params)]).mean()
 
     def kl(self, params: Params) -> Tensor:
         """Return KL(q_i || N(mu, rho_i^2)), summed over the head's weights; rho_i^2 is held fixed."""
         rho2 = self.variance(params).detach().clamp(min=_TINY)
-        terms = []
-        for name in self.names:
-            log_sigma = params[OWN + name + _SPREAD]
-            square = (2.0 * log_sigma).exp() + (params[OWN + name] - params[name]).square()
-            terms.append((0.5 * rho2.log() - log_sigma + 0.5 * square / rho2 - 0.5).sum())
+        terms = [
+            (0.5 * rho2.log() - params[OWN + name + _SPREAD] + 0.5 * square / rho2 - 0.5).sum()
+            for name, square in zip(self.names, self.squares(params), strict=True)
+        ]
         return torch.stack(terms).sum()
 
     def drawn(self, params: Params, keys: Tensor) -> tuple[Tensor, Tensor]:

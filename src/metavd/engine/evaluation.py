@@ -50,7 +50,7 @@ def _kept(algorithm: Algorithm, state: ServerState, clients: Sequence[int]) -> I
 
 def masks_of(params: Params) -> Params:
     """Return the masks among a client's parameters."""
-    return {name: value for name, value in params.items() if name.endswith(".mask")}
+    return tree.select(params, lambda name: name.endswith(".mask"))
 
 
 def answers(

@@ -345,11 +345,6 @@ def _add_calibration(diagram: str, help: str, **about: Any) -> None:
     _add(f"ece_{diagram}", Binned(diagram, expected_error), help, better="lower", **_SHARE, **about)
 
 
-def _add_largest(diagram: str) -> None:
-    help = f"largest error of one bin, see `ece_{diagram}`"
-    _add(f"mce_{diagram}", Binned(diagram, maximum_error), help, better="lower", **_SHARE)
-
-
 def _add_auroc(
     name: str, doubt: str, positive: Callable[[Answers], np.ndarray | None], help: str, **about: Any
 ) -> None:
@@ -401,10 +396,9 @@ _add_calibration(
     "flat", "the paper's: all class probabilities, one versus the rest, 10 bins",
     more="about 2/classes of the usual one, so the two must not be compared",
 )  # fmt: skip
-_add_largest("top1")
-_add_largest("mass")
-_add_largest("classwise")
-_add_largest("flat")
+for _diagram in ("top1", "mass", "classwise", "flat"):
+    _worst = f"largest error of one bin, see `ece_{_diagram}`"
+    _add(f"mce_{_diagram}", Binned(_diagram, maximum_error), _worst, better="lower", **_SHARE)
 _add(
     "entropy", Rows(lambda answers: answers.entropy), "how unsure answers are", unit="nats", high=_SURPRISE,
     client=True, always=True,

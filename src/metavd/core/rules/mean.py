@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .catalogue import MEAN, Ballot, Rule, rule
+from .catalogue import MEAN, Rule, rule
 
 
 @rule(MEAN, "every answer counts by its rows, or by its precision where the method has a posterior")
@@ -11,8 +11,4 @@ def mean() -> Rule:
 
     consensus = sum_i v_i x_i / sum_i v_i
     """
-
-    def count(ballot: Ballot) -> Ballot:
-        return ballot
-
-    return count
+    return lambda ballot: ballot

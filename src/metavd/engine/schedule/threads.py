@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Semaphore
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -25,11 +25,7 @@ class _Watched(Sequence[Batch]):
     def __init__(self, batches: Sequence[Batch], stop: Event) -> None:
         self.batches, self.stop = batches, stop
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
-    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+    def __getitem__(self, index: Any) -> Any:
         if self.stop.is_set():
             raise _Stopped
         return self.batches[index]
