@@ -272,10 +272,6 @@ class _Best:
     age: int = 0
 
 
-def _better(best: _Best | None, state: ServerState, nll: float) -> _Best:
-    return _Best(state, nll) if best is None or nll < best.nll else replace(best, age=best.age + 1)
-
-
 def _best_so_far(run: Run, extra: Mapping[str, Any]) -> _Best | None:
     """Return the best state of a run that is resumed."""
     store = run.journal or run.written
@@ -346,8 +342,8 @@ def carry_out(run: Run, state: ServerState, extra: Mapping[str, Any]) -> dict[st
                 line |= run.look(state).summary
                 run.listener.evaluation(record.round, line)
             if run.valid is not None and (record.round % e.eval_every == 0 or ends):
-                valid = line["valid"] if "valid" in line else run.valid(state)
-                best = _better(best, state, valid["nll"])
+                nll = (line["valid"] if "valid" in line else run.valid(state))["nll"]
+                best = _Best(state, nll) if best is None or nll < best.nll else replace(best, age=best.age + 1)
             if journal is not None:
                 journal.add_round(line)
             last.state, last.new = state, True

@@ -50,41 +50,11 @@ if TYPE_CHECKING:
     NAMES: tuple[str, ...]
 
 __all__ = [
-    "NAMES",
-    "POSTERIOR",
-    "REGISTRY",
-    "REGULARISABLE",
-    "TUNABLE",
-    "VARIANT",
-    "VARIANTS",
-    "Adapting",
-    "Entry",
-    "Momentum",
-    "Options",
-    "Parts",
-    "Rates",
-    "Setting",
-    "Training",
-    "Traits",
-    "algorithm",
-    "assemble",
-    "base",
-    "check",
-    "describe",
-    "entries",
-    "extra",
-    "linear_layers",
-    "named",
-    "names",
-    "notes",
-    "option",
-    "options_of",
-    "parse",
-    "plain",
-    "regulariser",
-    "resolve",
-    "traits",
-]
+    "NAMES", "POSTERIOR", "REGISTRY", "REGULARISABLE", "TUNABLE", "VARIANT", "VARIANTS", "Adapting", "Entry",
+    "Momentum", "Options", "Parts", "Rates", "Setting", "Training", "Traits", "algorithm", "assemble", "base",
+    "check", "describe", "entries", "extra", "linear_layers", "named", "names", "notes", "option", "options_of",
+    "parse", "plain", "regulariser", "resolve", "traits",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
 

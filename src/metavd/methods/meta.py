@@ -16,11 +16,6 @@ from .catalogue import base
 from .parts import REGULARISABLE, SOFTMAX, SUMMED, Adapting, Momentum, Parts, assemble
 
 
-def _frozen(parts: Parts) -> list[str]:
-    """Return the last words of entries that the inner step leaves alone: those of the posterior."""
-    return [name.rpartition(".")[2] for name in parts.posterior_entries]
-
-
 def _rate(parts: Parts, o: MamlOptions) -> Callable[[str], float] | None:
     """Return the factor of an entry's meta step: lr / outer_lr for a spread that is to move at lr; None: 1 for all."""
     if not parts.spread_at_lr:
@@ -45,9 +40,10 @@ class MamlOptions(Adapting, Momentum):
 
 def _meta(parts: Parts, o: MamlOptions, stage: Callable[..., core.types.Local], **more: Any) -> core.types.Algorithm:
     """Put together what learns a start by one of the two meta steps."""
+    posterior = [name.rpartition(".")[2] for name in parts.posterior_entries]
     steps = stage(
-        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, frozen=_frozen(parts),
-        rate=_rate(parts, o), **more,
+        parts.inner, parts.outer, lr=o.lr, outer_lr=o.outer_lr, clip=o.clip, frozen=posterior, rate=_rate(parts, o),
+        **more,
     )  # fmt: skip
     batches = core.types.Sampling(o.batch, o.local_epochs, group=3, independent=o.meta_batches == "independent")
     return assemble(replace(parts, adapt_steps=o.adapt_steps), o, steps, batches)

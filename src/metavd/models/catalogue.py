@@ -50,25 +50,15 @@ REGISTRY: Registry[Network] = Registry(
 )
 
 
-def everything(shape: Shape) -> bool:  # noqa: ARG001
-    """Take rows of any shape."""
-    return True
-
-
-def nothing(shape: Shape) -> bool:  # noqa: ARG001
-    """Never be chosen by `auto`."""
-    return False
-
-
 def network(
     name: str,
     *,
-    takes: Callable[[Shape], bool] = everything,
+    takes: Callable[[Shape], bool] = lambda _: True,
     needs: str = "",
-    suits: Callable[[Shape], bool] = nothing,
+    suits: Callable[[Shape], bool] = lambda _: False,
     tokens: bool = False,
 ) -> Callable[[Build], Build]:
-    """Register a network."""
+    """Register a network; by default it takes rows of any shape and is never chosen by `auto`."""
 
     def register(build: Build) -> Build:
         REGISTRY.add(name, Network(name, build, takes, needs, suits, tokens), build.__module__)
