@@ -86,9 +86,10 @@ def module_for(name: str, shape: Shape, num_classes: int, width: int, tokens: in
     """
     import torch  # noqa: PLC0415
 
+    check(name)  # which imports packages, where the name is none of ours
     found = REGISTRY.own()
     fitting = {key: each for key, each in found.items() if each.tokens == bool(tokens)}
-    chosen = next(each for each in fitting.values() if each.suits(shape)) if check(name) == AUTO else found[name]
+    chosen = next(each for each in fitting.values() if each.suits(shape)) if name == AUTO else found[name]
     if chosen.name not in fitting or not chosen.takes(shape):
         others = " or ".join(each.name for each in fitting.values() if each.takes(shape))
         needs, here = chosen.needs or "numbers", f"{tokens} token ids, {shape[0]} a row" if tokens else tuple(shape)
