@@ -265,7 +265,7 @@ def audit_command(*, folder: str, head: str | None) -> None:
     if not path.exists():
         raise UserError(f"{path} is not there; it was removed, or the run is older than metavd's audit log")
     found = later.flower_audit.verify(path, head or "")
-    torn = f"; {found.torn} bytes of half a line follow, as a process leaves them that is killed" if found.torn else ""
+    torn = f"; {found.torn} bytes of half a line follow, as a killed process leaves them" if found.torn else ""
     click.echo(f"{path}: {found.lines} lines hold together, head {found.head}{torn}")
 
 
