@@ -106,7 +106,7 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"A writer's accuracy changes by {100 * middle:.1f} points on average (95 % interval over writers "
         f"{100 * (middle - half_width):.1f} to {100 * (middle + half_width):.1f}).",
-        "AUROC is the chance that a wrong answer is less certain than a right one. One seed, defaults, nothing tuned.",
+        "AUROC is the chance that a wrong answer is less certain than a right one. One seed, nothing tuned.",
         "",
         "Written by `python scripts/newcomers.py --file mnist_by_writer.npz --page docs/newcomers.md`;",
         f"{found['machine']}, torch {found['torch']}, commit {found['commit']}.",

@@ -61,7 +61,7 @@ def page(_: Namespace, cases: list[Case]) -> str:
         "",
         f"The paper has {PAPER['test']} % for participating and {PAPER['unseen']} % for unseen clients on CIFAR-10 at",
         "Dirichlet 0.5: one run with seed 777, its last round. Ours at the defaults is in [paper.md](paper.md). These",
-        "runs ask where the difference comes from.",
+        "runs look for the cause of the difference.",
         "",
         "Written by `python scripts/perfedavg.py --root DIR --page docs/perfedavg.md`; 1,000 rounds, 10 of 100 clients",
         f"a round, 64 filters; {made_on(cases)}. *Last* is after round 1,000; mean and standard",
@@ -75,9 +75,10 @@ def page(_: Namespace, cases: list[Case]) -> str:
         f"  participating and {scatter['unseen']:.1f} for unseen clients (median over these runs); the difference of",
         f"  two single runs, about {2**0.5 * scatter['test']:.1f}. Another seed, which deals data anew, adds to it.",
         f"- Under the released code's rules our engine ends {theirs} points from the paper.",
-        "- The rate cannot be chosen on validation rows for this protocol: they share their client's mix of classes,",
-        f"  and the paper's test rows do not. Validation prefers `outer_lr={best}`; the test is worst at {worst}. The",
-        "  paper's rates were searched without validation rows and are not published; ours stays at the released one.",
+        "- The rate cannot be chosen on these validation rows: they are taken out of each client's own rows and share",
+        "  its mix of classes, which the paper's test rows do not; to deal them as those (`valid_rows=independent`)",
+        f"  came after these runs. They prefer `outer_lr={best}`; the test is worst at {worst}. The paper's rates were",
+        "  searched without validation rows and are not published; ours stays at the released one.",
     ]
     return "\n".join(text) + "\n"
 

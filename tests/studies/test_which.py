@@ -61,8 +61,8 @@ def test_questions_are_asked_of_their_own_runs(tmp_path: Path) -> None:
     text = page(store)
     assert row(text, "A client meets the same mix")[1:3] == ["`reptile`", "80.0 (a)"]
     assert row(text, "A client may meet any class")[1:3] == ["`fedavg`", "80.0 (b)"]
-    assert row(text, "Traffic is dear")[1:3] == ["`fedavg`", "8.00 (a), 8.00 (b)"]
-    assert row(text, "Confidence must be accuracy")[1] != "`maml`"
+    assert row(text, "Traffic matters more")[1:3] == ["`fedavg`", "8.00 (a), 8.00 (b)"]
+    assert row(text, "Confidence must match accuracy")[1] != "`maml`"
     assert row(text, "Inputs of another kind")[1] == "not yet measured"
     assert "(a) cifar10, iid, consistent; (b) cifar10, iid, independent." in text
 

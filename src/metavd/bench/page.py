@@ -146,13 +146,6 @@ _SCALE_TEXT_GPU = {
 }
 
 
-_BRACKETS = (
-    "In brackets the same in processor time, which a busy machine stretches less: what all threads of the process (of "
-    "several ranks, of the first) had of the cores. It is less than the time before it where the process waited, and "
-    "more where several threads worked."
-)
-
-
 def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the rows of a table of how runs grow, the headings first."""
     first = {
@@ -181,7 +174,7 @@ def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]
 def _scale_section(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> Section:
     machines = " and ".join(sorted({each["machine"] for each in points}))
     about = _SCALE_TEXT_GPU if points[0].get("device") == "cuda" else _SCALE_TEXT
-    text = f"{about[kind]} {_BRACKETS} On {machines}.{_of(points, commit)}"
+    text = f"{about[kind]} On {machines}.{_of(points, commit)}"
     return _section(_SCALE_TITLES[kind], text, scale_rows(kind, points), points, "method")
 
 

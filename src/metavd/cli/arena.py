@@ -22,12 +22,12 @@ _PICTURES = (".png", ".svg", ".pdf")
 @click.option("--seeds", type=COUNT, default=1, metavar="K", help="Seeds of every method, from --seed on.")
 @click.option("--test-rows", "protocols", default=",".join(PROTOCOLS), metavar="A,B",
               help="How test rows are dealt; every method runs under each.")  # fmt: skip
-@click.option("--unknown", metavar="DATA", help="Another dataset, to see whether clients know it for unknown.")
+@click.option("--unknown", metavar="DATA", help="Another dataset: how well do clients tell its rows from their own?")
 @click.option("--store", type=FILE, default="results/arena.jsonl",
               metavar="F", help="Finished runs; what it holds is not run again.")  # fmt: skip
 @click.option("--page", type=FILE, metavar="F.md",
               help="Also write the tables as a document; without METHOD nothing is run.")  # fmt: skip
-@click.option("--which", type=FILE, metavar="F.md", help="Also write which method to take for what, in ten lines.")
+@click.option("--which", type=FILE, metavar="F.md", help="Also write which method to take for which purpose.")
 @click.option("--picture", type=FILE, metavar="F",
               help="Also draw accuracy and calibration error, as .png, .svg or .pdf.")  # fmt: skip
 @tuned
@@ -40,7 +40,7 @@ def arena_command(
 ) -> None:  # fmt: skip
     """Run METHODs on equal terms under both ways to deal test rows, each run a line in a store.
 
-    METHOD may be the one word all, or best: the sixteen that matter most. The page is written from the store alone.
+    METHOD may be the one word all, or best: a choice of sixteen. The page is written from the store alone.
     """
     names, more = words(given_words)
     if picture is not None and Path(picture).suffix not in _PICTURES:

@@ -254,18 +254,18 @@ def nodes_command(*, folder: str) -> None:
 
 @federate_group.command("audit")
 @click.argument("folder", type=PLACE, metavar="OUT")
-@click.option("--head", metavar="HASH", help="Of the last line, as the run's log or result.json has it.")
+@click.option("--head", metavar="HASH", help="Hash of the last line, from the run's log or result.json.")
 def audit_command(*, folder: str, head: str | None) -> None:
     """Verify the audit log of the run in OUT: every line as it was written, none missing, moved or put in.
 
-    That lines were cut off at the end is seen only with --head. Exit status 1 names the first line that is wrong.
+    Only --head shows whether lines were cut off at the end. Exit status 1 names the first line that is wrong.
     """
     store, _ = _registry(folder)
     path = store.folder / later.flower_audit.FILE
     if not path.exists():
         raise UserError(f"{path} is not there; it was removed, or the run is older than metavd's audit log")
     found = later.flower_audit.verify(path, head or "")
-    torn = f"; {found.torn} bytes of half a line follow, as a process leaves them that is killed" if found.torn else ""
+    torn = f"; {found.torn} bytes of half a line follow, as a killed process leaves them" if found.torn else ""
     click.echo(f"{path}: {found.lines} lines hold together, head {found.head}{torn}")
 
 
@@ -281,7 +281,7 @@ def _registry(folder: str) -> tuple[Any, Path]:
 
 @federate_group.command("app")
 @click.argument("folder", type=FOLDER, metavar="DIR")
-@click.option("--superlink", metavar="HOST:PORT", help="Also name this SuperLink in Flower's config, as `here`.")
+@click.option("--superlink", metavar="HOST:PORT", help="Also write this SuperLink into Flower's config, as `here`.")
 @click.option("--certificates", type=PLACE, metavar="DIR", help="Folder with ca.crt.")
 @click.option("--insecure", is_flag=True, help="That SuperLink has no TLS.")
 def app_command(*, folder: str, superlink: str | None, certificates: str | None, insecure: bool) -> None:
@@ -302,7 +302,7 @@ def app_command(*, folder: str, superlink: str | None, certificates: str | None,
 
 @federate_group.command("allow")
 @click.argument("app", type=click.Path(exists=True, file_okay=False), metavar="APP")
-@click.option("--database", type=FILE, default="federation.db", help="Of the server that may run it.")
+@click.option("--database", type=FILE, default="federation.db", help="The server's database.")
 def allow_command(*, app: str, database: str) -> None:
     """Let the server run a Flower app with code of its own: register the hash of the folder APP as it is now.
 
@@ -375,12 +375,12 @@ def _need_superlink(name: str) -> None:
 
 
 @federate_group.command("link")
-@click.option("--certificates", type=PLACE, metavar="DIR", help="What metavd federate certificates made.")
+@click.option("--certificates", type=PLACE, metavar="DIR", help="Folder from metavd federate certificates.")
 @click.option("--host", default="0.0.0.0", help="Address to listen on.")
 @click.option("--port", type=_PORTS, default=8000)
 @click.option("--database", type=FILE, default="federation.db", help="File with the registered keys and the runs.")
 @click.option("--connections", type=_PORTS, default=128,
-              help="From one address; eight times as many from all together.")  # fmt: skip
+              help="Most connections from one address; from all together eight times as many.")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Without TLS and without keys: whoever reaches the port may join.")
 def link_command(
     *, certificates: str | None, host: str, port: int, database: str, connections: int, insecure: bool
@@ -407,17 +407,17 @@ def link_command(
 @federate_group.command("node")
 @click.option("--superlink", required=True, metavar="HOST:PORT", help="The server.")
 @click.option("--data", metavar="TEXT", help="The site's rows, such as npz:rows.npz or folder:photos.")
-@click.option("--client", metavar="ID", help="Of data with several people, whose rows this site has.")
+@click.option("--client", metavar="ID", help="Whose rows this site has, where the data name several clients.")
 @click.option("--root", envvar="METAVD_DATA", metavar="DIR", help="Folder with the datasets' files.")
 @click.option("--name", metavar="NAME", help="How the server's log calls this site.")
 @click.option("--authority", type=FILE, metavar="F", help="The server's ca.crt.")
-@click.option("--key", type=FILE, metavar="FILE", help="What metavd federate key made.")
+@click.option("--key", type=FILE, metavar="FILE", help="The site's key, from metavd federate key.")
 @click.option("--policy", type=PLACE, metavar="FILE", help="What the site allows, see docs/deploy.md.")
 @click.option("--no-train", is_flag=True, help="Be personalised and tested, but never trained with.")
 @click.option("--device", default="cpu", help="cpu or cuda.")
-@click.option("--partition-id", type=int, metavar="I", help="A share of the run's dataset in place of --data.")
-@click.option("--poll", type=Finite(0.05, 60), default=1.0, help="Seconds between two looks for messages.")
-@click.option("--port", type=_PORTS, default=9094, help="Of this machine alone; every node on it needs its own.")
+@click.option("--partition-id", type=int, metavar="I", help="Hold this share of the run's dataset, in place of --data.")
+@click.option("--poll", type=Finite(0.05, 60), default=1.0, help="Seconds between two checks for messages.")
+@click.option("--port", type=_PORTS, default=9094, help="Local port; every node on a machine needs its own.")
 @click.option("--insecure", is_flag=True, help="The server has neither TLS nor registered keys.")
 def node_command(
     *, superlink: str, authority: str | None, key: str | None, insecure: bool, poll: float, port: int,

@@ -23,7 +23,7 @@ def _list(text: str | None) -> list[str] | None:
 @click.command("paper")
 @click.argument("what", nargs=-1, required=True, metavar="list | report | claims | all | T1...T17 | A1... | M4...")
 @click.option("--rows", metavar="A,B",
-              help="Only these rows, such as FedAvg,Reptile; of several tables each takes its own.")  # fmt: skip
+              help="Only these rows, such as FedAvg,Reptile; of several tables, each those that it has.")  # fmt: skip
 @click.option("--columns", metavar="A,B", help="Only these columns; metavd paper list T8 shows them.")
 @click.option("--seeds", type=COUNT, default=1, help="Seeds from 777 on.")
 @click.option("--rounds", type=int, default=0, show_default=False, metavar="N",
@@ -33,13 +33,13 @@ def _list(text: str | None) -> list[str] | None:
 @click.option("--test-rows", default="independent", metavar="HOW",
               help="How test rows are dealt: independent (the paper's), consistent, uniform.")  # fmt: skip
 @click.option("--last", type=int, default=1, metavar="1|5", help="Evaluations averaged at the end.")
-@click.option("--overrides", type=PLACE, metavar="F.toml", help="Options chosen by validation, by method.")
+@click.option("--overrides", type=PLACE, metavar="F.toml", help="Options that validation chose, a table per method.")
 @tuned
 @click.option("--store", default=STORE, type=PLACE, metavar="F", help="Finished runs.")
 @click.option("--work", default="runs/paper", type=PLACE, metavar="DIR",
               help="Where runs in progress live; several processes may share it.")  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the folders of finished runs there.")
-@click.option("--retry", is_flag=True, help="Run again what diverged.")
+@click.option("--retry", is_flag=True, help="Repeat runs that diverged.")
 @many
 @click.option("--plan", "plan_only", is_flag=True, help="Say what would be run, and run nothing.")
 @click.option("--out", type=PLACE, metavar="F.md",

@@ -302,7 +302,7 @@ def _share(_: click.Context, __: click.Parameter, value: str | None) -> later.st
 
 _sliced = click.option(
     "--slice", "share", callback=_share, metavar="K/N",
-    help="Run only the K-th of N shares of what is missing, the same whoever asks; see docs/scale.md.",
+    help="Run only the K-th of N shares of the missing runs, for several machines; see docs/scale.md.",
 )  # fmt: skip
 
 
@@ -313,15 +313,15 @@ def _until(_: click.Context, __: click.Parameter, value: float | None) -> float 
 
 _timed = click.option(
     "--minutes", "until", type=Finite(0, min_open=True), callback=_until, metavar="M",
-    help="Begin no run that would not be over M minutes from now, if it took as long as those before it.",
+    help="Start no run that is expected to end more than M minutes from now, judged by those before it.",
 )  # fmt: skip
 """What is left is for the same command another time."""
 
 
 tuned = adding(
     click.option("--tuned", is_flag=True,
-                 help="Take what tune-all chose, from results/tuned: for this method, data, test rows and "
-                      "partition, or for the nearest, which is said."),
+                 help="Use the settings that tune-all chose (results/tuned) for this method, data, test rows and "
+                      "partition, or the nearest ones; the command says which."),
     click.option("--tuned-from", type=PLACE, metavar="DIR", help="The same, from another folder."),
 )  # fmt: skip
 """Of commands that may take tuned settings; `tuned_folder` reads both options."""

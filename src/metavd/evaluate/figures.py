@@ -390,8 +390,8 @@ _add_calibration(
     "top1", "how far confidence is from accuracy (ECE)", more="of the predicted class, 15 bins: the usual one",
     title="ECE", label="calibration error", client=True, headline="always",
 )  # fmt: skip
-_add_calibration("mass", "the same in 15 bins of equal counts")
-_add_calibration("classwise", "the same class by class, one versus the rest")
+_add_calibration("mass", "calibration error in 15 bins of equal counts")
+_add_calibration("classwise", "calibration error class by class, one versus the rest")
 _add_calibration(
     "flat", "the paper's: all class probabilities, one versus the rest, 10 bins",
     more="about 2/classes of the usual one, so the two must not be compared",
@@ -404,7 +404,7 @@ _add(
     client=True, always=True,
 )  # fmt: skip
 _add(
-    "mutual_information", Rows(lambda answers: answers.information), "the part of it that is doubt about the weights",
+    "mutual_information", Rows(lambda answers: answers.information), "part of the entropy: doubt about the weights",
     more="of methods that draw", unit="nats", title="mutual information", high=_SURPRISE, client=True,
 )  # fmt: skip
 _add_auroc(
@@ -416,7 +416,7 @@ _add_auroc(
     title="AUROC, unknown", client=True,
 )  # fmt: skip
 _add(
-    "fpr95_unknown", Whole(_passing), "share of such rows that pass for known where 95 % of the known do",
+    "fpr95_unknown", Whole(_passing), "share of rows of such classes that pass as known where 95 % of the known do",
     title="FPR95, unknown", better="lower", **_SHARE,
 )  # fmt: skip
 _add_auroc("auroc_wrong_information", "information", _wrong, "`auroc_wrong` of the mutual information")

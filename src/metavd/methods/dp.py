@@ -26,7 +26,7 @@ class DPOptions(Options):
     )  # fmt: skip
     clipping: Literal["fixed", "adaptive"] = option("fixed", "adaptive: the clip follows a quantile of the lengths")
     quantile: float = option(0.5, "which quantile an adaptive clip follows", low=0, high=1, search=[0.3, 0.5, 0.7])
-    clip_rate: float = option(0.2, "how fast", low=0, high=10)
+    clip_rate: float = option(0.2, "how fast an adaptive clip follows", low=0, high=10)
     noise: float = option(
         -1.0, "noise on the sum, over answer_clip; -1: found from epsilon, or 1 without it", low=-1, high=1e6
     )

@@ -22,14 +22,14 @@ class FedBEOptions(Training):
 
     server_share: float = option(0.04, "share of every client's rows that the server gets, unlabelled", low=0, high=0.5)
     teachers: int = option(10, "models drawn around the clients'", low=0)
-    teacher_law: Literal["gaussian", "dirichlet"] = option("gaussian", "their distribution")
+    teacher_law: Literal["gaussian", "dirichlet"] = option("gaussian", "distribution that the teachers are drawn from")
     teacher_scale: float = option(0.1, "standard deviations of a Gaussian draw", low=0)
-    concentration: float = option(1.0, "of the Dirichlet distribution", low=1e-6)
+    concentration: float = option(1.0, "concentration of the Dirichlet distribution", low=1e-6)
     average: Literal["probs", "logits"] = option(
         "probs", "average the teachers' probabilities or logits", released="logits"
     )
     temperature: float = option(
-        0.5, "sharpening of their average; 1: none", low=1e-3, search=[0.5, 1.0, 2.0], released=1.0
+        0.5, "sharpening of the teachers' average; 1: none", low=1e-3, search=[0.5, 1.0, 2.0], released=1.0
     )
     distill_lr: float = option(0.01, "rate of distillation", low=0, search=[0.001, 0.003, 0.01, 0.03], released=0.9)
     distill_last_lr: float = option(

@@ -24,7 +24,7 @@ class LRBPFLOptions(Training):
     """FedAvg's, and those of the factors."""
 
     prior: float = option(0.1, "standard deviation of the factors' prior around 1", low=1e-6)
-    spread: float = option(0.1, "their standard deviation at first", low=1e-12, search=[0.01, 0.05, 0.1])
+    spread: float = option(0.1, "standard deviation of the factors at first", low=1e-12, search=[0.01, 0.05, 0.1])
     kl: float = option(0.1, "weight of the KL, which is divided by the client's rows", low=0, search=[0.01, 0.1, 1.0])
     draws: int = option(4, "draws of a training step", low=1)
     answer_draws: int = option(4, "draws of an answer", low=1)

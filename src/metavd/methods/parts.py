@@ -167,9 +167,9 @@ class Rates(Options):
     adaptive_lr: float = option(
         0.01, "server learning rate of adam, yogi and adagrad, in place of server_lr", low=0, later=True
     )
-    server_tau: float = option(1e-3, "their adaptivity: added to sqrt(v), which begins there", low=1e-12, later=True)
+    server_tau: float = option(1e-3, "of adam, yogi, adagrad: added to sqrt(v), and its start", low=1e-12, later=True)
     server_beta1: float = option(0.9, "share of the old mean gradient in adam and yogi", low=0, high=1, later=True)
-    server_beta2: float = option(0.99, "share of the old mean square in them", low=0, high=1, later=True)
+    server_beta2: float = option(0.99, "share of the old mean square in adam and yogi", low=0, high=1, later=True)
 
     @property
     def server_rule(self) -> Rule:

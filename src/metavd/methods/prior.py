@@ -5,8 +5,9 @@
 
 A client's labels are not those of everyone, and what it trains learns their mix along with the classes. With the mix
 added to its logits the loss asks for the rest alone. Where rows to answer have the client's own mix, it is added back:
-personalisation without a gradient step. Known as logit adjustment (Menon et al., ICLR 2021), balanced softmax (Ren et
-al., NeurIPS 2020), and in federations FedLC. Equal shares are the base to the bit.
+personalisation without a gradient step. Known as logit adjustment (Menon et al., ICLR 2021) and balanced softmax (Ren
+et al., NeurIPS 2020); in federations, FedLC (Zhang et al., ICML 2022) calibrates logits by a margin between labels
+instead. Equal shares are the base to the bit.
 
 A client counts its own training rows and sends nothing new; one that never took part counts those it adapts on.
 """

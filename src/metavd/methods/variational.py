@@ -146,11 +146,11 @@ class HyperOptions(Options):
     hyper_depth: int = option(3, "hidden layers of the hypernetwork", low=0)
     embedding: int = option(0, "size of a client's embedding; 0: 1 + clients/4, at most 64", low=0)
     hyper_lr: float = option(0.9, "server rate of the hypernetwork", low=0, offered=_RATES)
-    hyper_momentum: float = option(0.6, "its momentum", low=0, high=1)
-    hyper_decay: float = option(5e-4, "its weight decay", low=0)
+    hyper_momentum: float = option(0.6, "momentum of the hypernetwork's step", low=0, high=1)
+    hyper_decay: float = option(5e-4, "weight decay of the hypernetwork", low=0)
     embed_lr: float = option(0.9, "server rate of the embeddings", low=0, offered=_RATES)
-    embed_momentum: float = option(0.3, "their momentum", low=0, high=1)
-    embed_decay: float = option(5e-4, "their weight decay", low=0)
+    embed_momentum: float = option(0.3, "momentum of the embeddings' step", low=0, high=1)
+    embed_decay: float = option(5e-4, "weight decay of the embeddings", low=0)
 
     @property
     def hyper_group(self) -> Sgd:
@@ -172,8 +172,8 @@ class MetaVDOptions(HyperOptions, OwnedOptions, PosteriorOptions):
         "an unseen client's spread: predicted from the mean of the known embeddings, from one fitted to its rows, or "
         "the mean of the predictions for known clients (at most 1,024 of them)",
     )
-    fit_steps: int = option(5, "steps of that fit", low=1)
-    fit_lr: float = option(0.1, "its rate", low=0)
+    fit_steps: int = option(5, "steps that newcomer=fit takes", low=1)
+    fit_lr: float = option(0.1, "rate of those steps", low=0)
 
     @property
     def admits_by_fitting(self) -> bool:

@@ -50,12 +50,12 @@ def questions() -> list[Wish]:
         Wish("Clients come that never took part", accuracy.column("unseen")),
         Wish("Nobody may be served badly (the worst tenth of clients)", tenth.column("test")),
         Wish("Probabilities are used as such (NLL)", get("nll").column("test")),
-        Wish("Confidence must be accuracy, within 5 points of the most accurate (ECE)",
+        Wish("Confidence must match accuracy, among methods within 5 points of the most accurate (ECE)",
              get("ece_top1").column("test"), among=5),
         Wish("Sets of classes with 90 % coverage, as small as possible (LAC)", arena.size_of_sets("lac")),
         Wish("Inputs of another kind must be noticed (AUROC)", arena.AUROC),
-        Wish("Traffic is dear, a point of accuracy is not (MB)", SENT._replace(better=-1), among=1),
-        Wish("Time is dear, a point of accuracy is not (seconds)", SECONDS._replace(better=-1), among=1),
+        Wish("Traffic matters more than a point of accuracy (MB)", SENT._replace(better=-1), among=1),
+        Wish("Time matters more than a point of accuracy (seconds)", SECONDS._replace(better=-1), among=1),
     ]  # fmt: skip
 
 

@@ -30,7 +30,8 @@ def geometric_median(steps: int = 32) -> Rule:
         consensus = argmin_z sum_i w_i |x_i - z|,        z <- sum_i u_i x_i / sum_i u_i,   u_i = v_i / |x_i - z|
 
     with |.| smoothed to sqrt(|.|^2 + nu^2). It stays near the honest answers while liars have less than half of the
-    weight. Pillutla et al., IEEE TSP 2022. What is a client's own follows its move by min(1, u_i / (w_i sum_j u_j)).
+    weight. Pillutla et al., IEEE Transactions on Signal Processing, 2022. What is a client's own follows its move by
+    min(1, u_i / (w_i sum_j u_j)).
     """
     if steps < 1:
         raise SpecError(f"aggregate is geometric-median:{steps}, but it takes at least 1 step")

@@ -54,7 +54,7 @@ def krum(liars: int = 1) -> Rule:
         consensus = x_k,    k = argmin_i sum_{j near i} |x_i - x_j|^2        over the C - liars - 2 nearest j
 
     Distances are between whole answers, what is a client's own among them. Blanchard et al., NeurIPS 2017: with
-    C >= 2 liars + 3 the chosen one is as close to the honest ones as they are to each other.
+    C >= 2 liars + 3, how far the chosen one is from the honest mean is bounded by how far honest ones lie apart.
     """
     _check("krum", liars)
     return lambda ballot: _best(ballot, liars, 1)
@@ -67,7 +67,7 @@ def multi_krum(liars: int = 1, number: int = 0) -> Rule:
 
         consensus = sum_{k chosen} v_k x_k / sum_{k chosen} v_k
 
-    number = 0: C - liars - 2, the most for which the proof of Krum holds. Votes by precision count among the chosen.
+    number = 0: C - liars - 2, as many as each is compared with. Votes by precision count among the chosen.
     """
     _check("multi-krum", liars)
     if number < 0:
