@@ -43,7 +43,8 @@ def stored(store: Path, table: str, row: str, column: str, right: int, *, how: P
         ([FOR] * 4 + [OPEN] * 6, "holds in part"),
         ([FOR] * 4 + [AGAINST] * 4, "does not hold here"),
         ([OPEN] * 4, "does not hold here"),
-        ([FOR] * 4 + [MISSING] * 5, "not yet tested"),
+        ([FOR] * 4 + [MISSING] * 5, "tested in part"),
+        ([MISSING] * 9, "not yet tested"),
         ([FOR] * 4 + [MISSING] * 4, "holds"),
     ],
 )

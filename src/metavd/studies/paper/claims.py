@@ -13,7 +13,8 @@ one seed of those has no interval and counts by its sign. A claim then
     holds                nine in ten comparisons are in favour, none is against
     holds in part        some are in favour
     does not hold here   fewer than a third are in favour, or no more than are against
-    not yet tested       more than half of the comparisons lack a run
+    tested in part       more than half of the comparisons lack a run
+    not yet tested       all do
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def verdict(found: Sequence[Comparison]) -> str:
     """Return the verdict of the rule above."""
     count = Counter(each.outcome for each in found)
     tested = len(found) - count[MISSING]
-    if not tested or tested < len(found) / 2:
-        return "not yet tested"
+    if tested < len(found) / 2 or not tested:
+        return "tested in part" if tested else "not yet tested"
     if count[FOR] >= 0.9 * tested and not count[AGAINST]:
         return "holds"
     return "does not hold here" if count[FOR] < tested / 3 or count[FOR] <= count[AGAINST] else "holds in part"
