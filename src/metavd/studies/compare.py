@@ -22,6 +22,7 @@ from ..runs.run import run
 from ..runs.settings import Experiment, with_data, with_settings
 from ..runs.setup import Data, data_of, prepare
 from ..runs.store import Store
+from ..templates import filled
 from .many import Share, Work, carry_out, taken
 from .markdown import markdown_table
 from .side import jobs_for
@@ -50,27 +51,15 @@ def markdown(rows: Mapping[str, Mapping[str, Cell]]) -> str:
     return "\n".join(markdown_table(["method", *(each.title for each in shown)], lines)) + "\n"
 
 
-def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str:
+def document(table: str, results: Sequence[Mapping[str, Any]], command: str) -> str:
     """Write a page around the table: what was run, with what, where."""
-    first = results[0]
-    seeds = sorted({result["seed"] for result in results})
-    commits = sorted({str(result["commit"]) for result in results})
     meanings = "; ".join(f"{figure.title or figure.name}: {figure.help}" for figure in headline())
-    about = [
-        f"# Methods on {first['data']}",
-        "",
-        f"{first['rounds']} rounds, {first['test']['clients']} participating and {first['unseen']['clients']} unseen "
-        f"clients, seeds {', '.join(str(seed) for seed in seeds)}: mean ± half width of the 95 % interval over seeds "
-        f"(Student's t). The seed also decides who gets which rows. {meanings[0].upper()}{meanings[1:]}; "
-        "MB: both directions of all rounds.",
-        "",
-        table,
-        f"Written by `{command}`; commit {', '.join(commits)}, metavd {first['version']}, torch {first['torch']}, "
-        f"Python {first['python']}, {first['machine']}, device {first['device']}, "
-        f"{sum(result['seconds'] for result in results):.0f} s of runs. What the command does not name has its default "
-        "(`metavd methods NAME`).",
-    ]
-    return "\n".join(about) + "\n"
+    return filled(
+        "compare.md", first=results[0], table=table, command=command, meanings=meanings[0].upper() + meanings[1:],
+        seeds=sorted({result["seed"] for result in results}),
+        commits=sorted({str(result["commit"]) for result in results}),
+        seconds=sum(result["seconds"] for result in results),
+    )  # fmt: skip
 
 
 def compare(
