@@ -288,22 +288,22 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
     So a device that is lent for minutes can be measured piece by piece; ratios are of one run all the same.
     """
-    new = _marked(new)
-    if old and not any(new[part] for part in ("workloads", "curves", "whole")):  # the others name their machine
-        old = _marked(old)
-        return {**old, "starts": new["starts"] or old["starts"], "scale": {**old["scale"], **new["scale"]}}
+    new, old = _marked(new), _marked(old) if old else {}
+    if not old:
+        return new
+    named = {"starts": new["starts"] or old["starts"], "scale": {**old["scale"], **new["scale"]}}
+    if not any(new[part] for part in ("workloads", "curves", "whole")):  # the others name their machine
+        return {**old, **named}
     if any(old.get(key) != new[key] for key in ("device", "machine", "torch", "quick")):
         return new
-    old = _marked(old)
     commands = [old["command"], *([] if new["command"] in old["command"].split("\n") else [new["command"]])]
     return {
         **new,
+        **named,
         "command": "\n".join(commands),
         "workloads": _replaced(old["workloads"], new["workloads"], "name", "load"),
         "curves": {**old["curves"], **new["curves"]},
         "whole": _replaced(old["whole"], new["whole"], "method", "at_once"),
-        "starts": new["starts"] or old["starts"],
-        "scale": {**old["scale"], **new["scale"]},
     }
 
 
