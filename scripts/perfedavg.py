@@ -11,7 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from study import SETTING, Case, Changes, made_on, main
+from study import SETTING, Case, Changes, main
+from tables import made_on
 
 from metavd.studies.markdown import markdown_table
 from metavd.studies.paper.tables import cells
@@ -64,7 +65,7 @@ Dirichlet 0.5: one run with seed 777, its last round. Ours at the defaults is in
 runs ask where the difference comes from.
 
 Written by `python scripts/perfedavg.py --root DIR --page docs/perfedavg.md`; 1,000 rounds, 10 of 100 clients
-a round, 64 filters; {made_on(cases)}. *Last* is after round 1,000; mean and standard
+a round, 64 filters; {made_on([case.line for case in cases])}. *Last* is after round 1,000; mean and standard
 deviation are of the last {_LAST} evaluations, 100 rounds apart. *Held out* is the share of a client's
 training rows that validation takes.
 

@@ -12,7 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from statistics import mean, stdev
 
-from study import SETTING, Case, Changes, made_on, main
+from study import SETTING, Case, Changes, main
+from tables import made_on
 
 from metavd.ops.precision import EXACT, PRECISIONS
 from metavd.studies.markdown import markdown_table
@@ -56,7 +57,7 @@ def page(given: Namespace, cases: list[Case]) -> str:
 
 Written by `{command}`:
 {where}, {given.seeds} seeds from {SETTING["seed"]};
-{made_on(cases)}. A seed deals the
+{made_on([case.line for case in cases])}. A seed deals the
 data, starts the network and draws the batches, so runs of one seed differ in their products alone. *Gap* is
 the mean over seeds of a run's difference from the exact one, with the standard error of that mean; *noise*
 is the standard deviation of the exact runs over seeds.
