@@ -15,9 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from metavd.engine.rounds import Silent
+from metavd.bench.whole import Clock
 from metavd.flower.local import federation
 from metavd.runs.run import run
 from metavd.runs.store import Store
@@ -26,22 +25,11 @@ NODES = 3
 TEXT = "unseen=0"
 
 
-class Clock(Silent):
-    """Notes when rounds end."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def round(self, record: Any) -> None:  # noqa: ARG002
-        """Note the time."""
-        self.ends.append(time.monotonic())
-
-
 def simulated(method: str, rounds: int) -> float:
     """Return the simulator's seconds per round."""
     clock = Clock()
     run(method=method, clients=NODES, unseen=0, cohort=NODES, rounds=rounds, backend="loop", listener=clock)
-    return median(b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False))
+    return clock.median()
 
 
 def deployed(method: str, rounds: int, *, warm: bool) -> dict[str, float]:

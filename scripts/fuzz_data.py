@@ -185,22 +185,23 @@ def worker(first: int, last: int, seed: int, fixed: bool) -> int:
         for number in range(first, last):
             place = scratch / str(number)
             place.mkdir()
-            print(json.dumps({"start": number}), flush=True)
-            begin = time.perf_counter()
-            result, fault = guarded(lambda number=number, place=place: run_case(number, seed, place))
-            what, verdict = result or ("", "")
-            print(json.dumps({"case": number, "what": what, "verdict": verdict, "fault": fault,
-                              "seconds": time.perf_counter() - begin}), flush=True)  # fmt: skip
+            _attempt(number, lambda number=number, place=place: run_case(number, seed, place))
             shutil.rmtree(place)
         for what, case in run_fixed(scratch) if fixed else ():
-            print(json.dumps({"start": what}), flush=True)
-            begin = time.perf_counter()
-            verdict, fault = guarded(case)
-            print(json.dumps({"case": what, "what": what, "verdict": verdict, "fault": fault,
-                              "seconds": time.perf_counter() - begin}), flush=True)  # fmt: skip
+            _attempt(what, lambda what=what, case=case: (what, case()))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _attempt(name: int | str, case: Callable[[], tuple[str, str]]) -> None:
+    """Run a case that returns what it was and its verdict, and print that it begins and how it ends."""
+    print(json.dumps({"start": name}), flush=True)
+    begin = time.perf_counter()
+    result, fault = guarded(case)
+    what, verdict = result or ("", "")
+    print(json.dumps({"case": name, "what": what, "verdict": verdict, "fault": fault,
+                      "seconds": time.perf_counter() - begin}), flush=True)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ depend on the processor and on the version of torch, so both sides belong on one
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -25,15 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROUNDS = 5
 SOME = ("fedavg", "reptile+metavd", "maml")
 ON_GPU = ("fedavg", "reptile+metavd", "maml", "perfedavg+metavd")
-RENAMED = {"+drop": "+dp"}
-"""Parts of names that were called otherwise when the file was written."""
-
-
-def old_name(method: str) -> str:
-    """Return what a method was called when the first file was written."""
-    for new, old in RENAMED.items():
-        method = method.replace(new, old)
-    return method
 
 
 def simulated(backends: tuple[str, ...], names: tuple[str, ...], **settings: object) -> Iterator[tuple[str, str]]:
@@ -43,19 +35,17 @@ def simulated(backends: tuple[str, ...], names: tuple[str, ...], **settings: obj
     for method in names:
         for backend in backends:
             result = metavd.run(method=method, data="digits", rounds=ROUNDS, seed=0, backend=backend, **settings)
-            yield f"{old_name(method)}/{backend}", result["model_sha256"]
+            yield f"{method}/{backend}", result["model_sha256"]
 
 
 def resumed() -> Iterator[tuple[str, str]]:
     """Stop runs with SIGINT-like extension: three rounds, then the rest from the checkpoint."""
     code = (
         "import metavd, sys\n"
-        "class Stop:\n"
-        "    def start(self, e, done): pass\n"
+        "from metavd.engine.rounds import Silent\n"
+        "class Stop(Silent):\n"
         "    def round(self, r):\n"
         "        if r.round == 3: raise KeyboardInterrupt\n"
-        "    def evaluation(self, r, s): pass\n"
-        "    def note(self, t): pass\n"
         "try: metavd.run(method=sys.argv[1], rounds=5, checkpoint_every=1, out=sys.argv[2], listener=Stop())\n"
         "except BaseException as e: assert 'Interrupt' in type(e).__name__, e\n"
         "done = metavd.run(method=sys.argv[1], rounds=5, checkpoint_every=1, out=sys.argv[2], resume=True)\n"
@@ -74,21 +64,9 @@ def federated() -> Iterator[tuple[str, str]]:
     for method in SOME:
         with tempfile.TemporaryDirectory() as folder:
             command = [
-                sys.executable,
-                "-m",
-                "metavd",
-                "federate",
-                "demo",
-                "--nodes",
-                "3",
-                "--rounds",
-                "3",
-                "--method",
-                method,
-                "--insecure",
-                "--out",
-                f"{folder}/run",
-            ]
+                sys.executable, "-m", "metavd", "federate", "demo", "--nodes", "3", "--rounds", "3", "--method", method,
+                "--insecure", "--out", f"{folder}/run",
+            ]  # fmt: skip
             subprocess.run(command, check=True, capture_output=True, timeout=600)
             yield f"{method}/flower", json.loads(Path(folder, "run", "result.json").read_text())["model_sha256"]
 
@@ -119,21 +97,15 @@ def main() -> int:
         if only in "/flower":
             parts.append(federated())
     different = 0
-    for part in parts:
-        for key, value in part:
-            name = f"{given.device}:{key}"
-            found[name] = value
-            same = there.get(name) == value
-            if given.what == "compare" and not same:
-                different += 1
-                print(f"{name}: {value[:12]}, was {there.get(name, 'not there')[:12]}", flush=True)
-            if given.what == "write":
-                given.file.write_text(json.dumps(there | found, indent=0, sort_keys=True) + "\n")
-    print(
-        f"{len(found)} hashes, {different} differ"
-        if given.what == "compare"
-        else f"{len(found)} hashes in {given.file}"
-    )
+    for key, value in itertools.chain(*parts):
+        name = f"{given.device}:{key}"
+        found[name] = value
+        if given.what == "write":
+            given.file.write_text(json.dumps(there | found, indent=0, sort_keys=True) + "\n")
+        elif there.get(name) != value:
+            different += 1
+            print(f"{name}: {value[:12]}, was {there.get(name, 'not there')[:12]}", flush=True)
+    print(f"{len(found)} hashes" + (f", {different} differ" if given.what == "compare" else f" in {given.file}"))
     return int(different > 0)
 
 

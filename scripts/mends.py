@@ -22,7 +22,7 @@ from metavd.runs.settings import Experiment, spec_hash, with_settings
 from metavd.studies.halving import stretch
 from metavd.studies.lines import Line, read
 from metavd.studies.many import carry_out
-from metavd.studies.markdown import write
+from metavd.studies.markdown import markdown_table, write
 
 STORE, PAGE, SCOPE = Path("results/mends.jsonl"), Path("docs/mends.md"), "validation"
 SETTING: dict[str, Any] = {
@@ -62,6 +62,8 @@ CASES = tuple(
     }.items()
     for change in changes
 )  # fmt: skip
+_HEADS = ("method", "changed", "participating %", "validation clients %", "their mean %", "NLL", "ECE %",
+          "ECE % of validation clients")  # fmt: skip
 TASKS = {number: case.settings for number, case in enumerate(CASES)}
 
 
@@ -96,36 +98,38 @@ def main() -> None:
 
 def page(lines: Mapping[str, Line]) -> str:
     """Write the table of what the store holds."""
-    rows = [_row(CASES[number], line) for number, line in stored(TASKS, lines, SCOPE).items()]
     made = [line for line in lines.values() if "result" in line]
-    return "\n".join([
-        "# The mends of MetaVD, judged on validation", "",
-        "Each option beside the rule that it would replace, all else as tuned ([tuned.md](tuned.md)): CIFAR-100,",
-        f"`dirichlet:0.5`, independent rows, {SETTING['rounds']:,} rounds, seed {SETTING['seed']};",
-        f"{made_on(made)}.", "",
-        "Made by", "",
-        "    python scripts/mends.py --page", "",
-        "*participating*, *validation clients*: accuracy on validation rows of clients that train, and of clients that",
-        "are only ever validated on, as for [tuning](tuning.md); test rows and unseen clients were taken out before.",
-        "One seed: a point is no more than noise. `kl=elbo` sums over weights and divides by rows, so that the same",
-        "beta weighs it far more, here too much; it wants a beta of its own.", "",
-        "| method | changed | participating % | validation clients % | their mean % | NLL | ECE % | ECE % of "
-        "validation clients |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-        *rows, "",
-    ])  # fmt: skip
+    table = markdown_table(_HEADS, [_row(CASES[number], line) for number, line in stored(TASKS, lines, SCOPE).items()],
+                           text=(0, 1))  # fmt: skip
+    return f"""# The mends of MetaVD, judged on validation
+
+Each option beside the rule that it would replace, all else as tuned ([tuned.md](tuned.md)): CIFAR-100,
+`dirichlet:0.5`, independent rows, {SETTING["rounds"]:,} rounds, seed {SETTING["seed"]};
+{made_on(made)}.
+
+Made by
+
+    python scripts/mends.py --page
+
+*participating*, *validation clients*: accuracy on validation rows of clients that train, and of clients that
+are only ever validated on, as for [tuning](tuning.md); test rows and unseen clients were taken out before.
+One seed: a point is no more than noise. `kl=elbo` sums over weights and divides by rows, so that the same
+beta weighs it far more, here too much; it wants a beta of its own.
+
+{chr(10).join(table)}
+"""
 
 
-def _row(case: Case, line: Line) -> str:
+def _row(case: Case, line: Line) -> list[str]:
     change = " ".join(f"`{key}={value:g}`" if isinstance(value, float) else f"`{key}={value}`"
                       for key, value in case.change.items()) or "nothing"  # fmt: skip
     if line.get("result", {}).get("score") is None:
-        return f"| `{case.method}` | {change} | diverged | | | | | |"
+        return [f"`{case.method}`", change, "diverged", *[""] * (len(_HEADS) - 3)]
     own, apart = line["result"]["valid"], line["result"]["valid_unseen"]
     figures = [own["accuracy"], apart["accuracy"], line["result"]["score"]]
     shares = [f"{100 * value:.1f}" for value in figures]
     errors = [f"{100 * part['ece_top1']:.1f}" for part in (own, apart)]
-    return "| " + " | ".join([f"`{case.method}`", change, *shares, f"{own['nll']:.3f}", *errors]) + " |"
+    return [f"`{case.method}`", change, *shares, f"{own['nll']:.3f}", *errors]
 
 
 if __name__ == "__main__":

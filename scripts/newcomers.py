@@ -23,7 +23,7 @@ from metavd.evaluate.intervals import interval
 from metavd.evaluate.uncertainty import auroc
 from metavd.serve.model import Personal
 from metavd.serve.personal import open_run, personalize
-from metavd.studies.markdown import markdown_table
+from metavd.studies.markdown import markdown_table, write
 
 STORE = Path("results/newcomers.json")
 SETTINGS = {
@@ -95,23 +95,22 @@ def page(found: dict[str, Any]) -> str:
         for name, row in found["rows"].items()
     ]
     settings = " ".join(f"{key}={value}" for key, value in SETTINGS.items() if key not in ("method", "rounds"))
-    text = [
-        "# What newcomers gain",
-        "",
-        f"MNIST by writer: {SETTINGS['rounds']} rounds of `{SETTINGS['method']}` with {TRAINED} writers",
-        f"(`{settings}`), then {ASKED} writers who were not in the run.",
-        f"Each has half of its rows ({found['half']:.0f} on average) to adapt to, and half to answer.",
-        "",
-        *markdown_table(_HEADS, rows),
-        "",
-        f"A writer's accuracy changes by {100 * middle:.1f} points on average (95 % interval over writers "
-        f"{100 * (middle - half_width):.1f} to {100 * (middle + half_width):.1f}).",
-        "AUROC is the chance that a wrong answer is less certain than a right one. One seed, nothing tuned.",
-        "",
-        "Written by `python scripts/newcomers.py --file mnist_by_writer.npz --page docs/newcomers.md`;",
-        f"{found['machine']}, torch {found['torch']}, commit {found['commit']}.",
-    ]
-    return "\n".join(text) + "\n"
+    table = "\n".join(markdown_table(_HEADS, rows))
+    span = f"{100 * (middle - half_width):.1f} to {100 * (middle + half_width):.1f}"
+    return f"""# What newcomers gain
+
+MNIST by writer: {SETTINGS["rounds"]} rounds of `{SETTINGS["method"]}` with {TRAINED} writers
+(`{settings}`), then {ASKED} writers who were not in the run.
+Each has half of its rows ({found["half"]:.0f} on average) to adapt to, and half to answer.
+
+{table}
+
+A writer's accuracy changes by {100 * middle:.1f} points on average (95 % interval over writers {span}).
+AUROC is the chance that a wrong answer is less certain than a right one. One seed, nothing tuned.
+
+Written by `python scripts/newcomers.py --file mnist_by_writer.npz --page docs/newcomers.md`;
+{found["machine"]}, torch {found["torch"]}, commit {found["commit"]}.
+"""
 
 
 def main() -> None:
@@ -125,7 +124,7 @@ def main() -> None:
         found = measured(given.file, given.out)
         write_atomic(STORE, (json.dumps(found, indent=1) + "\n").encode())
     if given.page:
-        write_atomic(given.page, page(json.loads(STORE.read_text())).encode())
+        write(given.page, page(json.loads(STORE.read_text())))
 
 
 if __name__ == "__main__":

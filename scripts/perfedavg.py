@@ -11,7 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 from statistics import mean, median, stdev
 
-from study import SETTING, Case, Changes, made_on, main
+from study import SETTING, Case, Changes, main
+from tables import made_on
 
 from metavd.studies.markdown import markdown_table
 from metavd.studies.paper.tables import cells
@@ -50,37 +51,35 @@ def _cells(case: Case) -> list[str]:
 
 def page(_: Namespace, cases: list[Case]) -> str:
     """Return the document."""
-    scatter = {what: median(stdev(_last(case, what)) for case in cases) for what in PAPER}
+    test, unseen = (median(stdev(_last(case, what)) for case in cases) for what in PAPER)
     released = next(case for case in cases if "variant" in case.changes)
     theirs = " and ".join(f"{_last(released, what)[-1] - PAPER[what]:+.2f}" for what in PAPER)
     by_rate = {case.changes["outer_lr"]: case for case in cases if "outer_lr" in case.changes}
     best = max(by_rate, key=lambda rate: _last(by_rate[rate], "valid")[-1])
     worst = min(by_rate, key=lambda rate: _last(by_rate[rate], "test")[-1])
-    text = [
-        "# PerFedAvg beside the paper's",
-        "",
-        f"The paper has {PAPER['test']} % for participating and {PAPER['unseen']} % for unseen clients on CIFAR-10 at",
-        "Dirichlet 0.5: one run with seed 777, its last round. Ours at the defaults is in [paper.md](paper.md). These",
-        "runs look for the cause of the difference.",
-        "",
-        "Written by `python scripts/perfedavg.py --root DIR --page docs/perfedavg.md`; 1,000 rounds, 10 of 100 clients",
-        f"a round, 64 filters; {made_on(cases)}. *Last* is after round 1,000; mean and standard",
-        f"deviation are of the last {_LAST} evaluations, 100 rounds apart. *Held out* is the share of a client's",
-        "training rows that validation takes.",
-        "",
-        *markdown_table(_HEADS, [_cells(case) for case in cases]),
-        "",
-        "- One run's last round is a draw: evaluations 100 rounds apart have a standard deviation of "
-        f"{scatter['test']:.1f} points for",
-        f"  participating and {scatter['unseen']:.1f} for unseen clients (median over these runs); the difference of",
-        f"  two single runs, about {2**0.5 * scatter['test']:.1f}. Another seed, which deals data anew, adds to it.",
-        f"- Under the released code's rules our engine ends {theirs} points from the paper.",
-        "- The rate cannot be chosen on these validation rows: they are taken out of each client's own rows and share",
-        "  its mix of classes, which the paper's test rows do not; to deal them as those (`valid_rows=independent`)",
-        f"  came after these runs. They prefer `outer_lr={best}`; the test is worst at {worst}. The paper's rates were",
-        "  searched without validation rows and are not published; ours stays at the released one.",
-    ]
-    return "\n".join(text) + "\n"
+    table = "\n".join(markdown_table(_HEADS, [_cells(case) for case in cases]))
+    return f"""# PerFedAvg beside the paper's
+
+The paper has {PAPER["test"]} % for participating and {PAPER["unseen"]} % for unseen clients on CIFAR-10 at
+Dirichlet 0.5: one run with seed 777, its last round. Ours at the defaults is in [paper.md](paper.md). These
+runs look for the cause of the difference.
+
+Written by `python scripts/perfedavg.py --root DIR --page docs/perfedavg.md`; 1,000 rounds, 10 of 100 clients
+a round, 64 filters; {made_on([case.line for case in cases])}. *Last* is after round 1,000; mean and standard
+deviation are of the last {_LAST} evaluations, 100 rounds apart. *Held out* is the share of a client's
+training rows that validation takes.
+
+{table}
+
+- One run's last round is a draw: evaluations 100 rounds apart have a standard deviation of {test:.1f} points for
+  participating and {unseen:.1f} for unseen clients (median over these runs); the difference of
+  two single runs, about {2**0.5 * test:.1f}. Another seed, which deals data anew, adds to it.
+- Under the released code's rules our engine ends {theirs} points from the paper.
+- The rate cannot be chosen on these validation rows: they are taken out of each client's own rows and share
+  its mix of classes, which the paper's test rows do not; to deal them as those (`valid_rows=independent`)
+  came after these runs. They prefer `outer_lr={best}`; the test is worst at {worst}. The paper's rates were
+  searched without validation rows and are not published; ours stays at the released one.
+"""
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from statistics import mean, stdev
 
-from study import SETTING, Case, Changes, made_on, main
+from study import SETTING, Case, Changes, main
+from tables import made_on
 
 from metavd.ops.precision import EXACT, PRECISIONS
 from metavd.studies.markdown import markdown_table
@@ -38,19 +39,6 @@ def page(given: Namespace, cases: list[Case]) -> str:
     ends: dict[tuple[str, str], list[dict[str, float]]] = {}
     for case in cases:
         ends.setdefault((case.changes["method"], case.changes["precision"]), []).append(case.curve[-1])
-    text = [
-        "# Precision",
-        "",
-        f"Written by `python scripts/precision.py --root DIR --rounds {given.rounds} --seeds {given.seeds} "
-        "--page docs/precision.md`:",
-        f"CIFAR-10, dirichlet:0.5, 10 of 100 clients per round, 64 filters, {given.rounds} rounds, {given.seeds} "
-        f"seeds from {SETTING['seed']};",
-        f"{made_on(cases)}. A seed deals the",
-        "data, starts the network and draws the batches, so runs of one seed differ in their products alone. *Gap* is",
-        "the mean over seeds of a run's difference from the exact one, with the standard error of that mean; *noise*",
-        "is the standard deviation of the exact runs over seeds.",
-        "",
-    ]
     rows = []
     for (method, precision), runs in ends.items():
         exact, cells = ends[method, EXACT], [method, precision]
@@ -60,7 +48,22 @@ def page(given: Namespace, cases: list[Case]) -> str:
             cells += [f"{mean(one[what] for one in runs):.2f}", gap, f"{stdev(one[what] for one in exact):.2f}"]
         rows.append([*cells, f"{mean(one['nll'] for one in runs):.4f}"])
     heads = ["method", "precision", "accuracy", "gap", "noise", "unseen clients", "gap", "noise", "NLL"]
-    return "\n".join(text + markdown_table(heads, rows, text=(0, 1))) + "\n"
+    table = "\n".join(markdown_table(heads, rows, text=(0, 1)))
+    command = (
+        f"python scripts/precision.py --root DIR --rounds {given.rounds} --seeds {given.seeds} --page docs/precision.md"
+    )
+    where = f"CIFAR-10, dirichlet:0.5, 10 of 100 clients per round, 64 filters, {given.rounds} rounds"
+    return f"""# Precision
+
+Written by `{command}`:
+{where}, {given.seeds} seeds from {SETTING["seed"]};
+{made_on([case.line for case in cases])}. A seed deals the
+data, starts the network and draws the batches, so runs of one seed differ in their products alone. *Gap* is
+the mean over seeds of a run's difference from the exact one, with the standard error of that mean; *noise*
+is the standard deviation of the exact runs over seeds.
+
+{table}
+"""
 
 
 if __name__ == "__main__":

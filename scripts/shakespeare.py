@@ -19,7 +19,6 @@ from tables import reading, stored
 
 from metavd import run
 from metavd.cli.terminal import Reporter
-from metavd.container import write_atomic
 from metavd.data.partition import Federation
 from metavd.engine.rounds import Listener
 from metavd.evaluate.metrics import ClientResult, summarize
@@ -27,7 +26,7 @@ from metavd.runs.settings import Experiment, with_settings
 from metavd.runs.setup import data_of, prepare
 from metavd.studies.lines import Line, read
 from metavd.studies.many import carry_out, taken
-from metavd.studies.markdown import markdown_table
+from metavd.studies.markdown import markdown_table, write
 
 STORE, SCOPE = Path("results/shakespeare.jsonl"), "roles"
 RUNS: dict[str, dict[str, Any]] = {
@@ -113,34 +112,33 @@ def page(lines: Mapping[str, Line]) -> str:
         cells.append("" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.0f}")
         return [f"`{name}`" if name in RUNS else name, *cells]
 
-    text = [
-        "# Shakespeare by role",
-        "",
-        f"Predict the next of {classes} characters from the {DATA['length']} before it. A client is a role of",
-        f"the plays, with {least} to {most:,} training rows (median {median}): every {DATA['stride']}th character of",
-        f"its speeches, the last fifth of them for testing. {known} roles take part, ten in a round; {unseen} never",
-        "do. The network is `lstm`.",
-        "",
-        *markdown_table(_HEADS, [line(name) for name in rows]),
-        "",
-        "*Most frequent character* and *table of pairs* (how often a character follows another) are counted on the",
-        "training rows of all participating roles together: what a model must beat. One seed. The rate is LEAF's for",
-        "this task, forty times our default; nothing was searched. At it `reptile+metavd` does not learn: its NLL is",
-        "above that of the frequencies, with the paper's `beta=10` and with `beta=0.25`, which has beta times rate as",
-        "in the paper. Smaller rates were not tried.",
-        "",
-        "```sh",
-        "python scripts/shakespeare.py --file shakespeare_by_role.jsonl --page docs/shakespeare.md",
-        "metavd compare fedavg reptile reptile+metavd --seeds 1 --out runs/roles --data text:shakespeare_by_role.jsonl "
-        f"--rounds {SETTINGS['rounds']} --set variant=paper {settings} "
-        + " ".join(f"{key}={value}" for key, value in DATA.items()),
-        "```",
-        "",
-        "Written from `results/shakespeare.jsonl` by the first command; the second makes the first three runs, for",
-        f"`metavd report runs/roles`. {spent:.0f} CPU seconds for all runs on one core, beside other work;",
-        f"{made['machine']}, torch {made['versions']['torch']}, commit {made['commit']}.",
-    ]
-    return "\n".join(text) + "\n"
+    table = "\n".join(markdown_table(_HEADS, [line(name) for name in rows]))
+    options = " ".join(f"{key}={value}" for key, value in DATA.items())
+    return f"""# Shakespeare by role
+
+Predict the next of {classes} characters from the {DATA["length"]} before it. A client is a role of
+the plays, with {least} to {most:,} training rows (median {median}): every {DATA["stride"]}th character of
+its speeches, the last fifth of them for testing. {known} roles take part, ten in a round; {unseen} never
+do. The network is `lstm`.
+
+{table}
+
+*Most frequent character* and *table of pairs* (how often a character follows another) are counted on the
+training rows of all participating roles together: what a model must beat. One seed. The rate is LEAF's for
+this task, forty times our default; nothing was searched. At it `reptile+metavd` does not learn: its NLL is
+above that of the frequencies, with the paper's `beta=10` and with `beta=0.25`, which has beta times rate as
+in the paper. Smaller rates were not tried.
+
+```sh
+python scripts/shakespeare.py --file shakespeare_by_role.jsonl --page docs/shakespeare.md
+metavd compare fedavg reptile reptile+metavd --seeds 1 --out runs/roles --data text:shakespeare_by_role.jsonl \
+--rounds {SETTINGS["rounds"]} --set variant=paper {settings} {options}
+```
+
+Written from `results/shakespeare.jsonl` by the first command; the second makes the first three runs, for
+`metavd report runs/roles`. {spent:.0f} CPU seconds for all runs on one core, beside other work;
+{made["machine"]}, torch {made["versions"]["torch"]}, commit {made["commit"]}.
+"""
 
 
 def main() -> None:
@@ -158,7 +156,7 @@ def main() -> None:
         lines = stored(TASKS, read(STORE, SCOPE, print), SCOPE)
         if len(lines) < len(TASKS):
             parser.error(f"{STORE} holds {len(lines)} of {len(TASKS)} runs; give --file for the rest")
-        write_atomic(given.page, page(lines).encode())
+        write(given.page, page(lines))
 
 
 if __name__ == "__main__":

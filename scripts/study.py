@@ -61,11 +61,6 @@ def carried_out(changes: Sequence[Changes], store: Path, root: str | None) -> li
     return [Case(changes[number], line) for number, line in found.items()]
 
 
-def made_on(cases: Sequence[Case]) -> str:
-    """Return where and when cases were made."""
-    return tables.made_on([case.line for case in cases])
-
-
 def main(
     doc: str, changes: Callable[[argparse.Namespace], Sequence[Changes]], page: Callable[..., str], store: Path,
     **counts: int,

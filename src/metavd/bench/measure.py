@@ -25,7 +25,7 @@ from ..runs.settings import Experiment, with_settings
 from ..studies.side import sharing
 from . import scale, whole
 from .ours import dealt
-from .workload import CURVES, WORKLOADS, Assignment, Workload, curve, training_flops
+from .workload import CURVES, WORKLOADS, Assignment, Workload, answered, curve, training_flops
 
 OURS = "metavd"
 WHOLE, START = "whole", "start"
@@ -121,18 +121,12 @@ def call(variant: Variant, order: Assignment) -> dict[str, Any]:
         ) as process,
     ):  # fmt: skip
         said, failed, most = _listen(process)
-    lines = [line for line in said.splitlines() if line.startswith("{")]  # frameworks write there too
-    if process.returncode or not lines:
-        return {"error": _reason(process, failed)}
-    found: dict[str, Any] = json.loads(lines[-1])
+    found = answered(process.returncode, said, failed)
+    if "error" in found:
+        return found
     found["start_s"] = time.perf_counter() - began - sum(found["seconds"])
     found["memory_mb"] = max(most, found["memory_mb"])
     return checked(found, order)
-
-
-def _reason(process: subprocess.Popen[str], failed: str) -> str:
-    """Return what a process said last before it failed."""
-    return (failed.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
 
 
 def checked(found: dict[str, Any], order: Assignment) -> dict[str, Any]:
@@ -359,11 +353,11 @@ def whole_run(settings: Mapping[str, Any], at_once: int, cache: Path, note: Note
         orders = [{"began": began, "settings": {**settings, "seed": whole.SETTING["seed"] + i}} for i in range(at_once)]
         processes = [_started(order, cache) for order in orders]
         answers = [process.communicate() for process in processes]
-    for process, (_, failed) in zip(processes, answers, strict=True):
-        if process.returncode:
-            return {"method": settings["method"], "at_once": at_once, "error": _reason(process, failed)}
-    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
-    return found | {"at_once": at_once, "seconds": (time.time() - began) / at_once}
+    found = [answered(process.returncode, *each) for process, each in zip(processes, answers, strict=True)]
+    for each in found:
+        if "error" in each:
+            return {"method": settings["method"], "at_once": at_once, **each}
+    return found[0] | {"at_once": at_once, "seconds": (time.time() - began) / at_once}
 
 
 def _started(order: Mapping[str, Any], cache: Path) -> subprocess.Popen[str]:

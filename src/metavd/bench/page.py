@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,28 +59,45 @@ def title(workload: Mapping[str, Any]) -> str:
     return f"{workload['name']}{beside}"
 
 
+_Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
+"""Headings, and what stands below them for a piece of figures."""
+
+
+def _rows(pieces: Sequence[Mapping[str, Any]], names: _Columns, figures: _Columns) -> list[list[str]]:
+    """Return the rows of a table, the headings first; what failed has its names and no figures."""
+    rows = [[*names, *figures]]
+    for each in pieces:
+        said = (write(each) for write in figures.values())
+        cells = ["failed", *[""] * (len(figures) - 1)] if "error" in each else said
+        rows.append([*(write(each) for write in names.values()), *cells])
+    return rows
+
+
+def _on_gpu(pieces: Sequence[Mapping[str, Any]], heading: str) -> _Columns:
+    """Return the column of a GPU's memory, where some piece has it."""
+    if not any("cuda_mb" in each for each in pieces):
+        return {}
+    return {heading: lambda each: f"{each['cuda_mb']:,.0f}" if "cuda_mb" in each else ""}
+
+
 def table(workload: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of a workload's table, the headings first."""
-    cuda = any("cuda_mb" in each for each in workload["variants"])
-    heading = ["variant", "s per round", "of ours", "median s", "images/s", "TFLOP/s", "of the peak", "memory MB"]
-    rows = [[*heading, "GPU MB"] if cuda else heading]
-    for each in workload["variants"]:
-        name = each["name"] + (f" ({each['backend']}, {each['precision']})" if "backend" in each else "")
-        if "error" in each:
-            rows.append([name, "failed", *[""] * (len(rows[0]) - 2)])
-            continue
-        row = [
-            name,
-            shown_seconds(each["round_s"]),
-            f"{each['against_ours']:.2f}" if "against_ours" in each else "",
-            shown_seconds(each["median_s"]),
-            f"{each['images_s']:,.0f}",
-            shown_seconds(each["tflops"]),
-            f"{each['share']:.1%}",
-            f"{each['memory_mb']:,.0f}",
-        ]
-        rows.append([*row, f"{each['cuda_mb']:,.0f}" if "cuda_mb" in each else ""] if cuda else row)
-    return rows
+    figures: _Columns = {
+        "s per round": lambda each: shown_seconds(each["round_s"]),
+        "of ours": lambda each: f"{each['against_ours']:.2f}" if "against_ours" in each else "",
+        "median s": lambda each: shown_seconds(each["median_s"]),
+        "images/s": lambda each: f"{each['images_s']:,.0f}",
+        "TFLOP/s": lambda each: shown_seconds(each["tflops"]),
+        "of the peak": lambda each: f"{each['share']:.1%}",
+        "memory MB": lambda each: f"{each['memory_mb']:,.0f}",
+        **_on_gpu(workload["variants"], "GPU MB"),
+    }
+    return _rows(workload["variants"], {"variant": _called}, figures)
+
+
+def _called(variant: Mapping[str, Any]) -> str:
+    how = f" ({variant['backend']}, {variant['precision']})" if "backend" in variant else ""
+    return f"{variant['name']}{how}"
 
 
 class Section(NamedTuple):
@@ -102,15 +119,13 @@ def _section(
 
 
 def _curve_rows(name: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [[_AXES[name], "s per round", "images/s", "TFLOP/s", "memory MB"]]
-    for each in points:
-        if "error" in each:
-            rows.append([f"{each['value']:,}", "failed", "", "", ""])
-            continue
-        memory = each.get("cuda_mb", each["memory_mb"])
-        rows.append([f"{each['value']:,}", shown_seconds(each["round_s"]), f"{each['images_s']:,.0f}",
-                     shown_seconds(each["tflops"]), f"{memory:,.0f}"])  # fmt: skip
-    return rows
+    figures: _Columns = {
+        "s per round": lambda each: shown_seconds(each["round_s"]),
+        "images/s": lambda each: f"{each['images_s']:,.0f}",
+        "TFLOP/s": lambda each: shown_seconds(each["tflops"]),
+        "memory MB": lambda each: f"{each.get('cuda_mb', each['memory_mb']):,.0f}",
+    }
+    return _rows(points, {_AXES[name]: lambda each: f"{each['value']:,}"}, figures)
 
 
 _CURVE_TEXT = {
@@ -146,29 +161,24 @@ _SCALE_TEXT_GPU = {
 }
 
 
+_SCALE_NAMES: Mapping[str, _Columns] = {
+    MANY: {"clients": lambda each: f"{each['clients']:,}", "partition": lambda each: each["partition"]},
+    LARGE: {"clients per round": lambda each: f"{each['cohort']:,}",
+            "in parts of": lambda each: f"{each['part']:,}" if each["part"] else "all"},
+    RANKS: {"ranks": lambda each: f"{each['ranks']}", "backend": lambda each: each.get("backend", "")},
+}  # fmt: skip
+
+
 def scale_rows(kind: str, points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the rows of a table of how runs grow, the headings first."""
-    first = {
-        MANY: (["method", "clients", "partition"], lambda p: [p["method"], f"{p['clients']:,}", p["partition"]]),
-        LARGE: (["method", "clients per round", "in parts of"],
-                lambda p: [p["method"], f"{p['cohort']:,}", f"{p['part']:,}" if p["part"] else "all"]),
-        RANKS: (["method", "ranks", "backend"], lambda p: [p["method"], f"{p['ranks']}", p.get("backend", "")]),
-    }[kind]  # fmt: skip
-    gpu = ["GPU memory MB"] if any("cuda_mb" in each for each in points) else []
-    rows = [[*first[0], "start s", "ms per round", "evaluation s", "memory MB", *gpu]]
-    both = "{:.1f} ({:.1f})", "{:.0f} ({:.0f})", "{:.2f} ({:.2f})"
-    for each in points:
-        if "error" in each:
-            rows.append([*first[1](each), "failed", "", "", "", *("" for _ in gpu)])
-            continue
-        times = (
-            text.format(scale * each[f"{name}_s"], scale * each[f"{name}_cpu_s"])
-            for text, name, scale in zip(both, ("start", "round", "evaluation"), (1, 1000, 1), strict=True)
-        )
-        rows.append(
-            [*first[1](each), *times, *(f"{each[name]:,.0f}" for name in ("memory_mb", "cuda_mb") if name in each)]
-        )
-    return rows
+    figures: _Columns = {
+        "start s": lambda each: f"{each['start_s']:.1f} ({each['start_cpu_s']:.1f})",
+        "ms per round": lambda each: f"{1000 * each['round_s']:.0f} ({1000 * each['round_cpu_s']:.0f})",
+        "evaluation s": lambda each: f"{each['evaluation_s']:.2f} ({each['evaluation_cpu_s']:.2f})",
+        "memory MB": lambda each: f"{each['memory_mb']:,.0f}",
+        **_on_gpu(points, "GPU memory MB"),
+    }
+    return _rows(points, {"method": lambda each: each["method"], **_SCALE_NAMES[kind]}, figures)
 
 
 def _scale_section(kind: str, points: Sequence[Mapping[str, Any]], commit: str | None) -> Section:
@@ -179,28 +189,17 @@ def _scale_section(kind: str, points: Sequence[Mapping[str, Any]], commit: str |
 
 
 def _whole_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [
-        [
-            "method",
-            "runs at once",
-            "rounds",
-            "a whole run, s",
-            "first round after, s",
-            "kernels not yet compiled, s",
-            "ms per round",
-            "accuracy",
-            "unseen clients",
-        ]
-    ]
-    for each in runs:
-        if "error" in each:
-            rows.append([each["method"], f"{each['at_once']}", "failed", *[""] * (len(rows[0]) - 3)])
-            continue
-        rows.append([each["method"], f"{each['at_once']}", f"{each['rounds']:,}", f"{each['seconds']:.1f}",
-                     f"{each['start_s']:.1f}", f"{each['cold_s']:.1f}" if "cold_s" in each else "",
-                     f"{1000 * each['round_s']:.1f}", f"{each['test']:.2%}",
-                     f"{each['unseen']:.2%}"])  # fmt: skip
-    return rows
+    names: _Columns = {"method": lambda each: each["method"], "runs at once": lambda each: f"{each['at_once']}"}
+    figures: _Columns = {
+        "rounds": lambda each: f"{each['rounds']:,}",
+        "a whole run, s": lambda each: f"{each['seconds']:.1f}",
+        "first round after, s": lambda each: f"{each['start_s']:.1f}",
+        "kernels not yet compiled, s": lambda each: f"{each['cold_s']:.1f}" if "cold_s" in each else "",
+        "ms per round": lambda each: f"{1000 * each['round_s']:.1f}",
+        "accuracy": lambda each: f"{each['test']:.2%}",
+        "unseen clients": lambda each: f"{each['unseen']:.2%}",
+    }
+    return _rows(runs, names, figures)
 
 
 _WHOLE_TEXT = """CIFAR-10 dealt by dirichlet:0.5 to 100 clients and 30 unseen ones, 10 per round, 5 epochs, batch 64, 64
@@ -282,22 +281,22 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
     So a device that is lent for minutes can be measured piece by piece; ratios are of one run all the same.
     """
-    new = _marked(new)
-    if old and not any(new[part] for part in ("workloads", "curves", "whole")):  # the others name their machine
-        old = _marked(old)
-        return {**old, "starts": new["starts"] or old["starts"], "scale": {**old["scale"], **new["scale"]}}
+    new, old = _marked(new), _marked(old) if old else {}
+    if not old:
+        return new
+    named = {"starts": new["starts"] or old["starts"], "scale": {**old["scale"], **new["scale"]}}
+    if not any(new[part] for part in ("workloads", "curves", "whole")):  # the others name their machine
+        return {**old, **named}
     if any(old.get(key) != new[key] for key in ("device", "machine", "torch", "quick")):
         return new
-    old = _marked(old)
     commands = [old["command"], *([] if new["command"] in old["command"].split("\n") else [new["command"]])]
     return {
         **new,
+        **named,
         "command": "\n".join(commands),
         "workloads": _replaced(old["workloads"], new["workloads"], "name", "load"),
         "curves": {**old["curves"], **new["curves"]},
         "whole": _replaced(old["whole"], new["whole"], "method", "at_once"),
-        "starts": new["starts"] or old["starts"],
-        "scale": {**old["scale"], **new["scale"]},
     }
 
 

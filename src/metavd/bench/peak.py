@@ -25,9 +25,9 @@ def product(size: int, device: str, dtype: torch.dtype) -> float:
     return best
 
 
-def peaks(device: str, size: int = 0) -> dict[str, float]:
+def peaks(device: str) -> dict[str, float]:
     """Return the peak of each precision that the device is used in."""
-    size = size or (8192 if device == "cuda" else 2048)
+    size = 8192 if device == "cuda" else 2048
     found = {}
     for name in ("float32", "tf32", "bf16") if device == "cuda" else ("float32", "bf16"):
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..runs.provenance import provenance
+from .workload import answered
 
 if TYPE_CHECKING:
     from ..data.source import Source
@@ -114,11 +115,7 @@ def _called(point: Point) -> dict[str, Any]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"error": f"stopped after {_LIMIT:.0f} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+    return answered(done.returncode, done.stdout, done.stderr)
 
 
 def _source(point: Point) -> Source:

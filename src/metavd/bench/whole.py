@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 from ..engine.rounds import Record, Silent
@@ -22,28 +23,32 @@ SETTING: dict[str, Any] = {
 }  # fmt: skip
 
 
-class _Clock(Silent):
+class Clock(Silent):
     """Remembers when rounds were over."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def round(self, record: Record) -> None:  # noqa: ARG002
+        """Note the time."""
         self.ends.append(time.time())
+
+    def median(self) -> float:
+        """Return what a round took, the first one aside."""
+        return statistics.median(later - earlier for earlier, later in pairwise(self.ends))
 
 
 def main() -> None:
     """Read an order, run, print."""
     order: dict[str, Any] = json.loads(sys.stdin.read())
-    clock = _Clock()
+    clock = Clock()
     result = run(listener=clock, **SETTING | order["settings"])
-    steady = [later - earlier for earlier, later in zip(clock.ends[:-1], clock.ends[1:], strict=True)]
     found = {
         "method": result["method"],
         "rounds": result["rounds"],
         "seconds": time.time() - order["began"],
         "start_s": clock.ends[0] - order["began"],
-        "round_s": statistics.median(steady),
+        "round_s": clock.median(),
         "precision": result["precision"],
         "test": result["test"]["accuracy"],
         "unseen": result["unseen"]["accuracy"],

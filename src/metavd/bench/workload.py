@@ -150,6 +150,18 @@ def from_json(text: str) -> Assignment:
     )
 
 
+def answered(status: int, said: str, failed: str) -> dict[str, Any]:
+    """Return the figures in a process's last line of JSON, or what it said last before it failed.
+
+    Frameworks write to its output, too.
+    """
+    lines = [line for line in said.splitlines() if line.startswith("{")]
+    if status or not lines:
+        return {"error": (failed.strip().splitlines() or [f"exit status {status}"])[-1]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
 def timed(order: Assignment, round: Callable[[int], float | None], clock: Callable[[], float]) -> dict[str, Any]:
     """Run rounds until there are enough, and return what they took and the last one's loss."""
     began, loss = clock(), None

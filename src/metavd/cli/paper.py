@@ -155,21 +155,16 @@ def _print_plan(plan: later.paper_plan.Needed) -> None:
     click.echo(f"{len(plan.missing)} runs are missing, {len(plan.done)} are done.")
 
 
-def _beside(view: later.paper_statistics.View) -> bool:
-    """Whether ours can be set beside the paper's."""
-    return view.how.scale == "full" and not view.table.alone
-
-
 def _print_view(view: later.paper_statistics.View) -> None:
     headings = [""]
     for figure in view.table.figures:
-        headings += [later.paper_tables.MEASURES[figure].title, *(("paper", "difference") if _beside(view) else ())]
+        headings += [later.paper_tables.MEASURES[figure].title, *(("paper", "difference") if view.beside else ())]
     for column in dict.fromkeys(answer.cell.column for answer in view.answers):
         there = (answer for answer in view.answers if answer.cell.column == column)
         rows = ([answer.cell.row, *_cells(answer, view), str(len(answer.seeds))] for answer in there)
         title = f"{view.table.name}, {column}: {view.table.title}"
         print_table([*headings, "seeds"], rows, title=title, numbers=1)
-    if _beside(view):
+    if view.beside:
         click.echo(
             "* beyond noise, by the seeds' spread or, with one seed, by a bootstrap over clients; ? noise unknown"
         )
@@ -179,7 +174,7 @@ def _cells(answer: later.paper_statistics.Measured, view: later.paper_statistics
     texts = []
     for each in answer.figures:
         texts.append(_ours(each, answer))
-        if _beside(view):
+        if view.beside:
             mark = "!" if each.figure.mark else ""
             sign = {True: " *", False: "", None: " ?"}[each.beyond]
             texts += [

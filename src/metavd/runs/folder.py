@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from ..core.objective import ramp
 from ..data.partition import some
-from .settings import RUNTIME, SETTINGS, Experiment, from_toml, resolve, spec_hash, with_settings
+from .settings import RUNTIME, SETTINGS, Experiment, content, from_toml, resolve, spec_hash, with_settings
 from .store import Store, StoreError
 
 
@@ -41,19 +41,18 @@ def check_folder(
 
 def _differs(there: Experiment, here: Experiment) -> str:
     """Say in which settings two runs differ."""
-    names = [name for name in SETTINGS if name not in RUNTIME | {"content", "weights_content"}]
-    pairs = [(name, getattr(there, name), getattr(here, name)) for name in names]
-    pairs += [
-        (name, there.options.get(name, "not there"), here.options.get(name, "not there"))
-        for name in dict.fromkeys([*there.options, *here.options])
-        if there.method == here.method
-    ]
-    told = [f"{name} is {old} there and {new} here" for name, old, new in pairs if old != new]
-    told += ["the data or the network are others"] if there.content != here.content else []
-    told += ["the weights to begin with are others"] if there.weights_content != here.weights_content else []
-    watched = [(name, getattr(there, name), getattr(here, name)) for name in ("eval_every", "eval_clients")]
-    looks = [f"{name} is {old} there and {new} here" for name, old, new in watched if old != new]
-    return some(told, 4) or f"{some(looks)}, on which patience depends"
+
+    def told(names: Iterable[str], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+        pairs = ((name, old.get(name, "not there"), new.get(name, "not there")) for name in names)
+        return [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]
+
+    fields = content(there), content(here)
+    found = told((name for name in SETTINGS if name not in RUNTIME | {"content", "weights_content"}), *fields)
+    if there.method == here.method:
+        found += told(dict.fromkeys([*there.options, *here.options]), there.options, here.options)
+    found += ["the data or the network are others"] if there.content != here.content else []
+    found += ["the weights to begin with are others"] if there.weights_content != here.weights_content else []
+    return some(found, 4) or f"{some(told(('eval_every', 'eval_clients'), *fields))}, on which patience depends"
 
 
 def longer_told(e: Experiment, before: int) -> list[str]:

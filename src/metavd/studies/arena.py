@@ -27,9 +27,8 @@ from .many import Ended, carry_out
 from .markdown import markdown_table
 from .pairs import pair
 from .paper.digest import digested
-from .tuned import KEY, applied, find_for, label, plain
+from .tuned import KEY, label, plain, with_chosen
 from .tuned import read as tuned_files
-from .tuned import told as tuned_told
 
 SCOPE = "arena"
 BEST = (
@@ -119,13 +118,14 @@ def lineup(
     rest = {key: value for key, value in settings.items() if key not in {"method", "seed", *where}}
     first = int(settings.get("seed", 0))
     tasks: dict[Key, dict[str, Any]] = {}
-    told = []
+    told: list[str] = []
     for name, protocol in product(names, protocols):
         own = {key: value for key, value in rest.items() if key in SETTINGS or key in options_of(name)}
         asked = with_settings(Experiment(), {**own, **where, "method": name, "test_rows": protocol})
-        found = None if chosen is None else find_for(chosen, asked)
-        told += [] if chosen is None else [tuned_told(asked, found)]
-        whole = applied(found, own) | {"method": name, "test_rows": protocol}
+        if chosen is not None:
+            own, said = with_chosen(chosen, asked, own)
+            told.append(said)
+        whole = own | {"method": name, "test_rows": protocol}
         tasks |= {(name, protocol, seed): {**whole, "seed": seed} for seed in range(first, first + seeds)}
     return Lineup(tasks, where, tuple(told))
 

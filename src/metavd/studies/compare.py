@@ -22,10 +22,11 @@ from ..runs.run import run
 from ..runs.settings import Experiment, with_data, with_settings
 from ..runs.setup import Data, data_of, prepare
 from ..runs.store import Store
-from .many import Share, carry_out, taken
+from ..templates import filled
+from .many import Share, Work, carry_out, taken
 from .markdown import markdown_table
 from .side import jobs_for
-from .tuned import KEY, Tuned, applied, find_for, label, plain, read, told
+from .tuned import KEY, label, plain, read, with_chosen
 
 
 def columns(rows: Mapping[str, Mapping[str, Cell]] | None = None) -> list[Column]:
@@ -50,27 +51,15 @@ def markdown(rows: Mapping[str, Mapping[str, Cell]]) -> str:
     return "\n".join(markdown_table(["method", *(each.title for each in shown)], lines)) + "\n"
 
 
-def document(table: str, results: Sequence[dict[str, Any]], command: str) -> str:
+def document(table: str, results: Sequence[Mapping[str, Any]], command: str) -> str:
     """Write a page around the table: what was run, with what, where."""
-    first = results[0]
-    seeds = sorted({result["seed"] for result in results})
-    commits = sorted({str(result["commit"]) for result in results})
     meanings = "; ".join(f"{figure.title or figure.name}: {figure.help}" for figure in headline())
-    about = [
-        f"# Methods on {first['data']}",
-        "",
-        f"{first['rounds']} rounds, {first['test']['clients']} participating and {first['unseen']['clients']} unseen "
-        f"clients, seeds {', '.join(str(seed) for seed in seeds)}: mean ± half width of the 95 % interval over seeds "
-        f"(Student's t). The seed also decides who gets which rows. {meanings[0].upper()}{meanings[1:]}; "
-        "MB: both directions of all rounds.",
-        "",
-        table,
-        f"Written by `{command}`; commit {', '.join(commits)}, metavd {first['version']}, torch {first['torch']}, "
-        f"Python {first['python']}, {first['machine']}, device {first['device']}, "
-        f"{sum(result['seconds'] for result in results):.0f} s of runs. What the command does not name has its default "
-        "(`metavd methods NAME`).",
-    ]
-    return "\n".join(about) + "\n"
+    return filled(
+        "compare.md", first=results[0], table=table, command=command, meanings=meanings[0].upper() + meanings[1:],
+        seeds=sorted({result["seed"] for result in results}),
+        commits=sorted({str(result["commit"]) for result in results}),
+        seconds=sum(result["seconds"] for result in results),
+    )  # fmt: skip
 
 
 def compare(
@@ -100,75 +89,86 @@ def compare(
     """
     if seeds < 1:
         raise SpecError(f"seeds is {seeds}, but must be at least 1")
-    listener = listener or notebook.listener()
+    listener, folder = listener or notebook.listener(), Path(out)
     known = [name for method in methods for name in options_of(method)]
     settings = {key: value for key, value in settings.items() if key != "method"}
     settings = with_data(settings, (experiment or Experiment()).data, known)
     base = with_settings(experiment or Experiment(), {key: settings.pop(key) for key in ("seed",) if key in settings})
-    files = None if tuned is None else read(tuned)
-    chosen = {
-        method: _tuned({"method": method, **_fitting(method, settings, methods)}, base, files, listener)
-        for method in methods
-    }
-    planned: dict[tuple[str, int], dict[str, Any]] = {
-        (label(values), seed): {**values, "seed": seed}
-        for values in chosen.values()
+    chosen = _chosen(methods, settings, base, tuned, listener)
+    planned = {
+        (name, seed): {**values, "seed": seed}
+        for name, values in chosen.items()
         for seed in range(base.seed, base.seed + seeds)
     }
     experiments = [with_settings(base, plain(values)) for values in planned.values()]
     named = with_settings(base, {key: settings[key] for key in ("data", "root", "image_size") if key in settings})
     data = data_of(named, source, listener.note)
-    folder = Path(out)
     for one, values in zip(experiments, planned.values(), strict=True):  # wrong input is found before the first run
         setup = prepare(one, data, module)
         check_folder(Store(folder / _place(values)), setup.experiment, setup.defaults, resume=True)
     if page is not None:
         page[0].parent.mkdir(parents=True, exist_ok=True)
+    work = partial(_one, base=base, data=data, module=module)
     at_once = jobs_for(experiments[0].device, jobs)
+    results = _carried_out(planned, work, folder, jobs=at_once, share=share, until=until, listener=listener)
+    if share is not None or len(results) < len(planned):
+        return {}
+    rows = {name: summarize_runs([result for (own, _), result in results.items() if own == name]) for name in chosen}
+    _write(folder, rows, list(results.values()), page)
+    return rows
+
+
+def _chosen(
+    methods: Sequence[str], settings: Mapping[str, Any], base: Experiment, tuned: str | Path | None, listener: Listener
+) -> dict[str, dict[str, Any]]:
+    """Return each method's settings, tuned ones where they are asked for, by what its row is called."""
+    files = None if tuned is None else read(tuned)
+    found = {}
+    for method in methods:
+        own = {"method": method, **_fitting(method, settings, methods)}
+        if files is not None:
+            own, said = with_chosen(files, with_settings(base, own), own)
+            listener.note(said)
+        found[label(own)] = own
+    return found
+
+
+def _carried_out(
+    planned: Mapping[tuple[str, int], dict[str, Any]], work: Work, folder: Path, *, jobs: int, share: Share | None,
+    until: float | None, listener: Listener,
+) -> dict[tuple[str, int], dict[str, Any]]:  # fmt: skip
+    """Return the results of the runs that are finished, in the order of the plan; of a share they are not told."""
 
     def told(key: tuple[str, int], number: int, total: int) -> None:
-        if at_once > 1:  # one run at a time tells of itself
+        if jobs > 1:  # one run at a time tells of itself
             listener.note(f"{number} of {total}: {key[0]}, seed {key[1]}")
 
     ended = {
         each.key: each
         for each in carry_out(
-            planned, partial(_one, base=base, data=data, module=module), work=folder, place=_place, keep=True,
-            strict=True, jobs=at_once, share=share, until=until, listener=listener, progress=told,
+            planned, work, work=folder, place=_place, keep=True, strict=True, jobs=jobs, share=share, until=until,
+            listener=listener, progress=told,
         )
     }  # fmt: skip
-    if share is not None:
-        return {}
     elsewhere = sum(each.end == "elsewhere" for each in ended.values())
-    if elsewhere:
+    if elsewhere and share is None:
         listener.note(
             f"{elsewhere} runs are another command's at the moment; the same command goes on when they are over"
         )
-    results = {key: each.line["result"] for key in planned if (each := ended[key]).line is not None}
-    if len(results) < len(planned):
-        return {}
-    rows = {
-        label(values): summarize_runs([result for (name, _), result in results.items() if name == label(values)])
-        for values in chosen.values()
-    }
-    content = {"columns": [each.title for each in columns(rows)], "rows": rows, "runs": list(results.values())}
+    return {key: each.line["result"] for key in planned if (each := ended[key]).line is not None}
+
+
+def _write(
+    folder: Path, rows: Mapping[str, Mapping[str, Cell]], results: Sequence[dict[str, Any]],
+    page: tuple[Path, str] | None,
+) -> None:  # fmt: skip
+    """Write the table for programs, as Markdown, and where a page is asked for as a document."""
+    table = markdown(rows)
+    content = {"columns": [each.title for each in columns(rows)], "rows": rows, "runs": results}
     write_atomic(folder / "comparison.json", (json.dumps(content, indent=2) + "\n").encode())
-    write_atomic(folder / "comparison.md", markdown(rows).encode())
+    write_atomic(folder / "comparison.md", table.encode())
     if page is not None:
-        write_atomic(page[0], document(markdown(rows), list(results.values()), page[1]).encode())
-    return rows
-
-
-def _tuned(
-    settings: dict[str, Any], base: Experiment, files: Sequence[Tuned] | None, listener: Listener
-) -> dict[str, Any]:
-    """Return a method's settings with what was chosen for it, and say which file that is."""
-    if files is None:
-        return settings
-    asked = with_settings(base, settings)
-    found = find_for(files, asked)
-    listener.note(told(asked, found))
-    return applied(found, settings)
+        write_atomic(page[0], document(table, results, page[1]).encode())
 
 
 def _place(settings: Mapping[str, Any]) -> str:

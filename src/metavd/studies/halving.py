@@ -43,7 +43,7 @@ from ..runs.run import ledger_of, rounds_of
 from ..runs.settings import RUNTIME, Experiment, content, resolve, spec_hash, with_settings
 from ..runs.setup import Setup, data_of, prepare, start, using
 from ..templates import filled
-from .lines import append, rows
+from .lines import Line, append, rows
 from .many import carry_out
 from .markdown import markdown_table
 from .plan import Dimension, check_patience, space
@@ -116,10 +116,6 @@ def _at(one: Dimension, x: float) -> Any:
     value = low + x * (high - low)
     value = math.exp(value) if one.log else value
     return round(value) if isinstance(one.low, int) else float(f"{value:.3g}")
-
-
-Line = dict[str, Any]
-"""A rung of a trial: what it is, what it scored, where it was made."""
 
 
 def name_of(line: Mapping[str, Any]) -> str:

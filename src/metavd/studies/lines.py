@@ -93,6 +93,11 @@ def read(path: str | Path, scope: str = "", note: Callable[[str], None] | None =
     return lines
 
 
+def stands(line: Line | None, *, retry: bool) -> bool:
+    """Whether a store's line makes it needless to carry out its run; `retry` counts those that failed as lacking."""
+    return line is not None and not (retry and "failed" in line)
+
+
 def append(path: str | Path, line: Mapping[str, Any]) -> None:
     """Add one line, which is safe on the disk when this returns."""
     file = Path(path)

@@ -34,7 +34,7 @@ from ..engine.rounds import Listener, Silent
 from ..errors import SpecError, UserError
 from ..runs.provenance import provenance
 from ..runs.store import StoreError
-from .lines import Line, append, complete, identity, read
+from .lines import Line, append, complete, identity, read, stands
 from .side import device_of, jobs_for, side_by_side
 
 Key = TypeVar("Key", bound=Hashable)
@@ -122,40 +122,52 @@ def carry_out(
         progress: is told of each run before it starts (of several at once: when it ends), its number and how many
             there are.
     """
-    tell: Callable[[Key, int, int], None] = progress or (lambda *_: None)
     names = {key: identity(settings, scope) for key, settings in tasks.items()}
     lines = {} if store is None else read(store, scope)
-    missing = []
+    missing: dict[Key, _Asked] = {}
     for key, name in names.items():
-        line = lines.get(name)
-        if line is not None and not (retry and "failed" in line):
+        if stands(line := lines.get(name), retry=retry):
             yield Ended(key, "stored", line)
         elif share is None or share.has(int(name, 16)):
-            missing.append(key)
+            missing[key] = (tasks[key], name, place(tasks[key]) if place else name)
         else:
             yield Ended(key, "elsewhere")
     attempt = partial(
         _attempt, function=function, store=store, scope=scope, work=work, keep=keep, retry=retry, strict=strict,
         device=device,
     )  # fmt: skip
-    planned = [(tasks[key], names[key], place(tasks[key]) if place else names[key]) for key in missing]
     at_once = jobs_for(device, jobs) if len(missing) > 1 else 1
-    watch = _Watch(until)
+    tell = progress or (lambda *_: None)
+    yield from _ends(attempt, missing, at_once, _Watch(until), listener=listener, tell=tell)
+
+
+_Asked = tuple[Settings, str, str]
+"""Settings of a task, its identity, and the name of its folder."""
+
+
+def _ends(
+    attempt: Callable[..., tuple[End, Line | None, Exception | None]], asked: Mapping[Key, _Asked], jobs: int,
+    watch: _Watch, *, listener: Listener | None, tell: Callable[[Key, int, int], None],
+) -> Iterator[Ended[Key]]:  # fmt: skip
+    """Attempt tasks, one after another in this process, where each tells of itself, or `jobs` at once."""
+    keys = list(asked)
 
     def fits(which: int) -> bool:
-        return watch.begin(which, str(planned[which][0].get("method", "")))
+        settings, *_ = asked[keys[which]]
+        return watch.begin(which, str(settings.get("method", "")))
 
-    def told(which: int) -> tuple[Any, ...]:  # of a run in this process
-        return (listener, partial(tell, missing[which], which + 1, len(missing)))
-
-    together = at_once > 1
-    asked = planned if together else [(*each, *told(which)) for which, each in enumerate(planned)]
-    for number, (which, found) in enumerate(side_by_side(attempt, asked, at_once, fits), 1):
+    orders: list[tuple[Any, ...]] = list(asked.values())
+    if jobs == 1:
+        orders = [
+            (*order, listener, partial(tell, key, number, len(keys)))
+            for number, (key, order) in enumerate(asked.items(), 1)
+        ]
+    for number, (which, found) in enumerate(side_by_side(attempt, orders, jobs, fits), 1):
         watch.end(which, counts=found[0] in {"done", "failed"})
-        if together:
-            tell(missing[which], number, len(missing))
-        yield Ended(missing[which], *found)
-    yield from (Ended(key, "left") for which, key in enumerate(missing) if which not in watch.begun)
+        if jobs > 1:
+            tell(keys[which], number, len(keys))
+        yield Ended(keys[which], *found)
+    yield from (Ended(key, "left") for which, key in enumerate(keys) if which not in watch.begun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +210,7 @@ def _attempt(
     whole = complete(asked)
     with _folder(work, place) as folder:
         there = None if store is None else read(store, scope).get(name)
-        if there is not None and not (retry and "failed" in there):
+        if stands(there, retry=retry):
             return "stored", there, None
         if folder is None:
             return "elsewhere", None, None

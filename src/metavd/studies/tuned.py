@@ -23,7 +23,8 @@ from ..data.collection import parse
 from ..data.source import SourceError
 from ..errors import SpecError
 from ..runs.settings import SETTINGS, Experiment, from_toml, resolve, toml_value, with_settings
-from .halving import Line, chosen, distinct, is_default, near, ranges
+from .halving import chosen, distinct, is_default, near, ranges
+from .lines import Line
 
 FOLDER = Path("results/tuned")
 KEY = "tuned"
@@ -159,34 +160,30 @@ def _apart(one: str, other: str) -> float:
     return abs(math.log(float(alphas[0]) / float(alphas[1]))) if len(alphas) == 2 else math.inf
 
 
-def find_for(known: Sequence[Tuned], experiment: Experiment) -> Tuned | None:
-    """Return what was chosen for an experiment's method, data, partition and test rows."""
+def with_chosen(
+    known: Sequence[Tuned], experiment: Experiment, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return settings of an experiment with what was chosen for it and the file's name, and a sentence that says so.
+
+    A setting that both name is refused.
+    """
     e = resolve(experiment)
-    return find(known, e.method, e.data, e.partition, e.test_rows)
-
-
-def applied(found: Tuned | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with what was chosen and the file's name; a setting that both name is refused."""
+    found = find(known, e.method, e.data, e.partition, e.test_rows)
+    said = told_of(e.method, e.data, [e.partition], e.test_rows, found)
     if found is None:
-        return dict(settings)
+        return dict(settings), said
     for key in found.settings:
         if key in settings:
             raise SpecError(
                 f"{key} is set to {settings[key]!r}, but --tuned takes {key}={found.settings[key]} from {found.name}; "
                 "leave one of the two out"
             )
-    return {**settings, **found.settings, KEY: found.name}
+    return {**settings, **found.settings, KEY: found.name}, said
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run without the name of the file that some come from."""
     return {key: value for key, value in settings.items() if key != KEY}
-
-
-def told(experiment: Experiment, found: Tuned | None) -> str:
-    """Say what a method's options come from, in one sentence."""
-    e = resolve(experiment)
-    return told_of(e.method, e.data, [e.partition], e.test_rows, found)
 
 
 def told_of(method: str, data: str, partitions: Sequence[str], test_rows: str, found: Tuned | None) -> str:

@@ -66,18 +66,17 @@ def _heading(cell: Cell, how: Protocol) -> str:
 
 
 def _rows(answers: Sequence[Measured], view: View, about: _Notes) -> list[str]:
-    beside = view.how.scale == "full" and not view.table.alone
     headings: list[str] = []
     for title in (MEASURES[name].title for name in view.table.figures):
-        headings += [f"{title}: ours" if beside else title, "last five", "untuned"]
-        headings += ["paper", "difference"] if beside else []
+        headings += [f"{title}: ours" if view.beside else title, "last five", "untuned"]
+        headings += ["paper", "difference"] if view.beside else []
     lines = []
     for answer in answers:
         label = answer.cell.row + "".join(about.mark(text) for text in view.table.doubts[answer.cell.row])
         parts: list[str] = []
         for each in answer.figures:
             parts += [_ours(each, answer), _beside(each.last, each), _beside(each.untuned, each)]
-            parts += [_theirs(each.figure, about), _difference(each)] if beside else []
+            parts += [_theirs(each.figure, about), _difference(each)] if view.beside else []
         failures = "".join(about.mark(f"failed, {text}") for text in answer.failures)
         count = f"{len(answer.seeds)} of {len(view.how.seeds)}{failures}"
         lines.append([label, *parts, count])

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..lines import identity, read
+from ..lines import identity, read, stands
 from ..tuned import Tuned, told_of
 from .protocol import PAPER, Protocol, settings_of, tuned_for
 from .tables import Cell, Labels, cells, within
@@ -58,7 +58,7 @@ def needed(
         users.setdefault(identity(settings, how.scale), (settings, []))[1].append(cell.name)
     lines = read(store_file(store, how.scale), how.scale, note)
     runs = [PlannedRun(key, settings, tuple(who)) for key, (settings, who) in users.items()]
-    there = {key for key, line in lines.items() if not (retry and "failed" in line)}
+    there = {key for key, line in lines.items() if stands(line, retry=retry)}
     return Needed(tuple(run for run in runs if run.id in there), tuple(run for run in runs if run.id not in there))
 
 

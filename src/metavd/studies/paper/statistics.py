@@ -30,21 +30,19 @@ class Compared:
     """One figure of the paper and ours."""
 
     figure: PaperFigure
-    ours: float | None
-    """Mean over seeds."""
-    last: float | None
-    """The same of the average of the last evaluations, where ours is of the last one alone."""
     untuned: float | None
-    """The same of runs at the defaults, beside tuned ones."""
-    half: float | None
+    """Mean over seeds of runs at the defaults, beside tuned ones."""
+    ours: float | None = None
+    """Mean over seeds."""
+    half: float | None = None
     """Half width of the 95 % interval of that mean; None with one seed."""
-    sd: float | None
+    last: float | None = None
+    """The mean of the average of the last evaluations, where ours is of the last one alone."""
+    sd: float | None = None
     """Over clients, where the paper gives one too."""
-    difference: float | None
-    beyond: bool | None
+    difference: float | None = None
+    beyond: bool | None = None
     """Whether the difference is beyond noise; None where that cannot be said."""
-    basis: str
-    """What the noise is known from: "3 seeds", "clients" or "one seed", where it is not known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +66,11 @@ class View:
     lines: Mapping[str, Line]
     """Of the store, that the answers come from, by identity."""
 
+    @property
+    def beside(self) -> bool:
+        """Whether ours can be set beside the paper's."""
+        return self.how.scale == "full" and not self.table.alone
+
 
 def table(
     name: str,
@@ -90,7 +93,7 @@ def table(
         1.96 sqrt(2) e,     e the bootstrap's standard error over clients (of the gap: of both, added in squares),
 
     the root of 2 because the paper's run has that noise too. This knows nothing of the noise of training, so with one
-    seed "beyond" is a lead, and the other figures cannot be judged ("one seed"). A difference within the rounding of
+    seed "beyond" is a lead, and the other figures cannot be judged. A difference within the rounding of
     the paper's last digit is within noise whatever the rest. Smoke runs are not compared: they are of other data.
     """
     lines = read(store_file(store, how.scale), how.scale, note)
@@ -129,29 +132,26 @@ def _compare(
     old, known = _values(before, measure, how.last), _values(results, measure, how.last)
     untuned = sum(old) / len(old) if old else None
     if not known:
-        return Compared(figure, None, None, untuned, None, None, None, None, "")
+        return Compared(figure, untuned)
     mean, half = interval(known)
     settled = _values([each for each in results if "last" in each], measure, LAST) if how.last == 1 else []
     last = sum(settled) / len(settled) if len(settled) == len(known) else None
     sd = results[0]["classes"]["sd"] if figure.sd is not None and how.scale == "full" else None
+    compared = Compared(figure, untuned, mean, half, last, sd)
     if how.scale == "smoke" or math.isnan(figure.value):
-        return Compared(figure, mean, last, untuned, half, sd, None, None, "")
+        return compared
     difference = mean - figure.value
-    margin, basis = _margin(figure.name, known, results[0])
+    margin = _margin(figure.name, known, results[0])
     beyond = None if margin is None else abs(difference) > margin + _ROUNDING
-    if abs(difference) <= _ROUNDING:
-        beyond = False
-    return Compared(figure, mean, last, untuned, half, sd, difference, beyond, basis)
+    return replace(compared, difference=difference, beyond=False if abs(difference) <= _ROUNDING else beyond)
 
 
-def _margin(name: str, values: Sequence[float], result: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return how far one more run may lie from ours, and what says so; the rule is `table`'s."""
+def _margin(name: str, values: Sequence[float], result: Mapping[str, Any]) -> float | None:
+    """Return how far one more run may lie from ours, where that is known; the rule is `table`'s."""
     count = len(values)
     if count > 1:
         spread = float(np.std(values, ddof=1))
-        return float(stdtrit(count - 1, 0.975)) * spread * math.sqrt(1 + 1 / count), f"{count} seeds"
+        return float(stdtrit(count - 1, 0.975)) * spread * math.sqrt(1 + 1 / count)
     noise = result.get("error", {})
     errors = [noise.get(part) for part in _CLIENTS_OF.get(name, ())]
-    if not errors or None in errors:
-        return None, "one seed"
-    return NORMAL * math.sqrt(2) * 100 * math.hypot(*errors), "clients"
+    return NORMAL * math.sqrt(2) * 100 * math.hypot(*errors) if errors and None not in errors else None
