@@ -56,6 +56,8 @@ class _Attempts:
     good: dict[int, Reply] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     sent: dict[int, Params] = field(default_factory=dict)
+    packed: dict[int, bytes] = field(default_factory=dict)
+    """What was sent, as it travels."""
     counted: dict[int, list[int]] = field(default_factory=dict)
     """Bytes down and up."""
     refused: dict[int, str] = field(default_factory=dict)
@@ -118,7 +120,8 @@ def collect(
     # In the order of clients, as the simulator has them.
     replies = [have.good[client] for client in cohort]
     weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
-    for client, own, counted in zip(cohort, weight.tolist(), _shares(weight, config).tolist(), strict=True):
+    weighs = bounded(weight, config.max_share) if config.max_share else weight
+    for client, own, counted in zip(cohort, weight.tolist(), weighs.tolist(), strict=True):
         if counted < own:
             _LOG.info("round %d: client %d weighs as %g rows, not as the %g that it claims (max-share is %g)", done + 1,
                       client, counted, own, config.max_share)  # fmt: skip
@@ -146,13 +149,14 @@ def _attempt(
     for client in asked:
         if client not in have.sent:
             made = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+            have.packed[client] = encode(made, half=config.half)
             # What arrives is what the server later takes the difference to, so it is rounded here as it is there.
-            have.sent[client] = decode(encode(made, half=True), like=made) if config.half else made
-        params = encode(have.sent[client], half=config.half)
-        have.counted.setdefault(client, [0, 0])[0] += len(params)
+            have.sent[client] = decode(have.packed[client], like=made) if config.half else made
+        have.counted.setdefault(client, [0, 0])[0] += len(have.packed[client])
         order = Order(
-            done, client, int(now.key), setup.spec, config.half, turn=have.turns.get(client, 0), params=params
-        )
+            done, client, int(now.key), setup.spec, config.half, turn=have.turns.get(client, 0),
+            params=have.packed[client],
+        )  # fmt: skip
         messages[client] = (nodes[client], write_order(order))
     setup.asking()
     fleet.audit.add("ask", round=done + 1, clients=asked)
@@ -208,10 +212,6 @@ def _count_silences(fleet: Fleet, asked: list[int], spoke: Set[int], config: Run
                 "client %d is asked no more: it has not answered %d times in a row", client, config.max_silences
             )
             fleet.audit.add("excluded", client=client, why=f"silent {config.max_silences} times in a row")
-
-
-def _shares(weight: Tensor, config: RunConfig) -> Tensor:
-    return bounded(weight, config.max_share) if config.max_share else weight
 
 
 def _expected(fleet: Fleet, client: int, round: int, have: _Attempts) -> Expected:

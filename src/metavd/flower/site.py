@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from ..data.source import Columns, Source, moments
 from ..runs.settings import Experiment, content
 from ..runs.setup import channels_last, deal
 from ..serve.samples import blank, class_names, samples
-from .config import FederationError, NodeConfig, node_config
+from .config import FederationError, NodeConfig
 from .message import cleaned
 
 SITES = "sites"
@@ -78,9 +77,8 @@ class Look:
     """Of rows of token ids: the largest + 1."""
 
 
-def look(node: Mapping[str, Any]) -> Look | None:
+def look(told: NodeConfig) -> Look | None:
     """Return what the rows of a node are like; None of a share, which the server knows already."""
-    told = node_config(node)
     if not told.data:
         if told.partition_id < 0:
             raise FederationError(
@@ -294,9 +292,8 @@ def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source
     return data, replace(blank(source), name=text), class_names(source)
 
 
-def settle(node: Mapping[str, Any], e: Experiment, takes: Source, classes: Sequence[str]) -> Site:
+def settle(told: NodeConfig, e: Experiment, takes: Source, classes: Sequence[str]) -> Site:
     """Read a node's rows as the run wants them."""
-    told = node_config(node)
     if told.data:
         return Site(_pool(_own(told, e, takes, classes), replace(e, device=told.device)), 0)
     if e.data == SITES:
