@@ -31,7 +31,7 @@ from metavd.serve import export
 from metavd.serve import model as use
 from metavd.serve.model import Personal
 from metavd.serve.personal import TrainedRun, open_run, personalize, personalize_each
-from metavd.serve.samples import samples
+from metavd.serve.samples import Samples, samples
 
 TINY = {
     "clients": 4,
@@ -228,6 +228,12 @@ def test_images_are_brought_to_the_models_size(runs: Runs) -> None:
     ):
         with pytest.raises(UserError, match=why):
             own.predict(x)
+
+
+def test_clients_stand_in_the_order_of_a_dataset() -> None:
+    """Numbers by their size, then names; a sign that only looks like a digit is a name."""
+    rows = Samples("mine", np.zeros((4, 1)), None, ["²", "10", "9", "10"], None, None, None)
+    assert rows.clients() == ["9", "10", "²"]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ..data.formats.images import SUFFIXES, Stack, check_size
 from ..data.formats.table import need_file, read_cells
 from ..data.formats.text import columns_of
 from ..data.partition import some
-from ..data.source import Columns, Domain, Source, SourceError
+from ..data.source import Columns, Domain, Source, SourceError, named
 from ..data.table import flags_of, words_of
 from ..data.text import NEXT
 from ..errors import UserError
@@ -52,9 +52,7 @@ class Samples(NamedTuple):
 
     def clients(self) -> list[str]:
         """Return who is there: numbers in their order, then names in theirs."""
-        return sorted(
-            set(self.client or ()), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
-        )
+        return list(named(self.client or ())[0])
 
 
 Given = str | Source | tuple[ArrayLike, ArrayLike | None]
