@@ -27,9 +27,9 @@ from ..container import read_json
 from ..data import collection
 from ..data.cohort import Pool, pool
 from ..data.formats import npz
-from ..data.formats.files import need_folder
+from ..data.formats.files import fail, need_folder
 from ..data.formats.folder import scan
-from ..data.formats.images import Stack, check_size
+from ..data.formats.images import check_size, pictures
 from ..data.partition import Federation, federate
 from ..data.source import Columns, Source, moments
 from ..runs.settings import Experiment, content
@@ -103,11 +103,10 @@ def look(told: NodeConfig) -> Look | None:
             )  # fmt: skip
     elif parts[0].name == "folder":
         rows, split = scan(need_folder(Path(parts[0].path).expanduser()))
-        stack = Stack(len(rows), check_size(parts[0].options.get("size")), parts[0].options.get("channels"))
-        for row in rows:
-            stack.add(row.path)
+        size, channels = check_size(parts[0].options.get("size")), parts[0].options.get("channels")
+        x = pictures([row.path for row in rows], size, channels, fail)
         names = tuple(sorted({row.label for row in rows}))
-        x, y = stack.x, np.array([names.index(row.label) for row in rows])
+        y = np.array([names.index(row.label) for row in rows])
         test = np.array([row.test for row in rows]) if split else None
     else:
         source = _numbers(collection.load(text, told.root).sources[0], text)

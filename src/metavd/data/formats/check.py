@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..partition import some
 from ..source import Source, SourceError
 from ..table import described
 from . import cifar, npz
@@ -215,9 +216,8 @@ def _table(path: Path) -> Finding:
     """Describe a table by its columns, and say how a run takes it."""
     cells = read_cells(path)
     columns = described(cells)
-    more = f" and {len(columns) - _COLUMNS} more" if len(columns) > _COLUMNS else ""
     text = path.suffix.lower() in JSON or "text" in cells
     how = f"--data text:{path}" if text else f"--data table:{path} --set label=COLUMN client=COLUMN"
     rows = len(next(iter(cells.values())))
-    said = (f"{rows:,} rows", f"columns {', '.join(columns[:_COLUMNS])}{more}", f"for a run, {how}")
+    said = (f"{rows:,} rows", f"columns {some(columns, _COLUMNS)}", f"for a run, {how}")
     return Finding("a table", path, rows, said)
