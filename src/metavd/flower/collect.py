@@ -18,7 +18,6 @@ from ..core.types import ServerState, Update
 from ..engine.cohorts import called, unanswered
 from ..engine.rounds import Account, Returned
 from ..engine.task import Task
-from ..engine.turn import Moment
 from ..runs.settings import Experiment
 from ..tree import Params
 from ..wire import Expected, Guard, Rejected, Reply, decode, encode, traffic
@@ -69,15 +68,12 @@ class _Attempts:
     waiting: float = 0.0
 
 
-def collect(
-    fleet: Fleet, setup: FederationSetup, guard: Guard, at: tuple[ServerState, Moment], turns: dict[int, int]
-) -> Returned:
+def collect(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerState, turns: dict[int, int]) -> Returned:
     """Ask clients until a quorum of good answers is there; `turns` are the clients' last rounds."""
-    state, now = at
-    config, done, began = setup.config, now.done, time.monotonic()
+    config, done, began = setup.config, int(state.round), time.monotonic()
     have = _Attempts(turns)
     for _ in range(config.repeats + 1):
-        _attempt(fleet, setup, guard, at, have)
+        _attempt(fleet, setup, guard, state, have)
         for client, why in (have.lost | have.refused).items():
             _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
         asked = len(have.good | have.lost | have.refused)
@@ -132,17 +128,14 @@ def collect(
     return Returned(cohort, sorted(have.lost), update, losses, account)
 
 
-def _attempt(
-    fleet: Fleet, setup: FederationSetup, guard: Guard, at: tuple[ServerState, Moment], have: _Attempts
-) -> None:
+def _attempt(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerState, have: _Attempts) -> None:
     """Ask those clients of the round that have not answered yet, and check what they answer."""
-    config, (state, now) = setup.config, at
-    done = now.done
+    config, done = setup.config, int(state.round)
     nodes = {n: node for n, node in fleet.trainers(fleet.online()).items()
              if not guard.excluded(n) and fleet.silences.get(n, 0) < config.max_silences}  # fmt: skip
     rows = max(int(setup.experiment.clients), fleet.registry.rows)
     here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
-    key = now.key if setup.cohorts is None else setup.cohorts
+    key = state.key if setup.cohorts is None else setup.cohorts
     drawn = called(setup.task.algorithm, key, done, num_clients=rows, cohort=config.asked(rows), available=here)
     asked = [n for n in drawn.tolist() if n not in have.good]
     messages = {}
@@ -154,7 +147,7 @@ def _attempt(
             have.sent[client] = decode(have.packed[client], like=made) if config.half else made
         have.counted.setdefault(client, [0, 0])[0] += len(have.packed[client])
         order = Order(
-            done, client, int(now.key), setup.spec, config.half, turn=have.turns.get(client, 0),
+            done, client, int(state.key), setup.spec, config.half, turn=have.turns.get(client, 0),
             params=have.packed[client],
         )  # fmt: skip
         messages[client] = (nodes[client], write_order(order))

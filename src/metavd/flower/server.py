@@ -222,7 +222,7 @@ def _run(fleet: Fleet, setup: FederationSetup, store: Store) -> dict[str, Any]:
             spec_hash=spec_hash(e),
             update=log.watching(setup.task.algorithm.server.update),
             transport=Transport(
-                collect=lambda state, now: remembered(fleet, setup, guard, (state, now), turns),
+                collect=lambda state, _: remembered(fleet, setup, guard, state, turns),
                 ready=lambda state: _joined(fleet, setup, state, store),
             ),
             test=tests.run,
