@@ -156,21 +156,16 @@ def speeches(
     held: dict[str, list[str]] = {}
     for text, spoken_by in zip(texts, clients or [""] * len(texts), strict=True):
         held.setdefault(spoken_by, []).append(text)
-    before: list[str] = []
-    after: list[str] = []
-    owners: list[str] = []
-    test: list[bool] = []
+    rows: list[tuple[str, str, str, bool]] = []
     for owner, spoken in held.items():
         whole = "\n".join(spoken)
         places = range(1, len(whole), stride)
         first = len(places) - round(test_share * len(places))
         for number, place in enumerate(places):
-            before.append(whole[max(0, place - length) : place])
-            after.append(whole[place])
-            owners.append(owner)
-            test.append(number >= first)
-    if not after:
+            rows.append((whole[max(0, place - length) : place], whole[place], owner, number >= first))
+    if not rows:
         raise SourceError(f"{name}: the texts are too short to predict a character; each client needs two or more.")
+    before, after, owners, test = zip(*rows, strict=True)
     flags = np.array(test) if any(test) else None
     who = owners if clients is not None else None
     return windows(before, after, who, vocabulary=vocabulary, length=length, test=flags, name=name)
