@@ -443,7 +443,7 @@ def test_a_run_is_used_only_with_its_own_data_and_network(features: tuple[Traine
 
 def test_wrong_clients_and_folders_are_named(runs: Runs, tmp_path: Path) -> None:
     trained = runs("fedavg")
-    for client in (6, -1, "x"):
+    for client in (6, -1, "x", "²"):
         with pytest.raises(UserError, match=r"the run has the clients 0 to 3, and 4 to 5 that never took part"):
             personalize(trained, client=client)
     with pytest.raises(UserError, match="client is '3', but the data hold no clients"):

@@ -191,7 +191,7 @@ def _number(trained: TrainedRun, client: str | int) -> int:
     if federation.names:
         there = some(federation.names[:everyone], SHOWN)
         raise UserError(f"client is {client!r}, but the run has the clients {there}")
-    if not str(client).isdigit() or int(client) >= everyone:
+    if not str(client).isdecimal() or int(client) >= everyone:
         unseen = f", and {known} to {everyone - 1} that never took part" if everyone > known else ""
         raise UserError(f"client is {client!r}, but the run has the clients 0 to {known - 1}{unseen}")
     return int(client)
