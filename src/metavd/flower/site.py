@@ -282,9 +282,9 @@ def fingerprint(site: Site) -> bytes:
     return found.hexdigest().encode()
 
 
-def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source, list[str]]:
+def shared(text: str) -> tuple[collection.Collection, Source, list[str]]:
     """Return a dataset that nodes hold shares of, what a model of it takes, and the names of its classes."""
-    data = collection.load(text, root)
+    data = collection.load(text)
     if len(data.sources) > 1:
         raise FederationError(f"data is {text!r}, but a federation trains on one dataset; name one")
     source = _numbers(data.sources[0], text)
