@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from inspect import Parameter, signature
 from types import MappingProxyType
@@ -138,15 +138,12 @@ def option(
     **presets: Value,
 ) -> Any:
     """Make a dataclass field of what `Option` describes; further keywords are presets: `released=-8.5`."""
-    described: dict[str, Any] = {
-        "help": help, "low": low, "high": high, "share": share, "names": names, "runtime": runtime,
-        "search": None if search is None else tuple(search), "canonical": canonical, "foreign": foreign,
-        "offered": None if offered is None else tuple(offered),
-        "from_data": from_data, "later": later, "presets": presets,
-    }  # fmt: skip
-    if choices is not None:
-        described["choices"] = choices
-    return field(default=default, metadata={"option": described})
+    found = Option(
+        "", default, help, low, high, choices, None if search is None else tuple(search),
+        None if offered is None else tuple(offered), presets, share=share, names=names, runtime=runtime,
+        from_data=from_data, later=later, canonical=canonical, foreign=foreign,
+    )  # fmt: skip
+    return field(default=default, metadata={"option": found})
 
 
 def like(schema: Any, name: str, default: Any = None) -> Any:
@@ -167,10 +164,11 @@ def options(schema: Any) -> Mapping[str, Option]:
     for each in fields(schema):
         if "option" in each.metadata:
             words = get_args(types[each.name]) if get_origin(types[each.name]) is Literal else None
-            default: Any = each.default
-            told = ({"choices": words} if words else {}) | each.metadata["option"]
-            later = told["later"] or each.name in getattr(schema, "came_later", ())
-            found[each.name] = Option(each.name, default, **told | {"later": later})
+            told: Option = each.metadata["option"]
+            later = told.later or each.name in getattr(schema, "came_later", ())
+            choices = words if told.choices is None else told.choices
+            default: Any = each.default  # another than the option's own, where `like` was given one
+            found[each.name] = replace(told, name=each.name, default=default, choices=choices, later=later)
     return MappingProxyType(found)
 
 

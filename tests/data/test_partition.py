@@ -13,18 +13,8 @@ from hypothesis import strategies as st
 
 from metavd.data.collection import load
 from metavd.data.described import describe
-from metavd.data.partition import (
-    Federation,
-    PartitionError,
-    dirichlet,
-    federate,
-    iid,
-    natural,
-    parse,
-    quantity,
-    sealed,
-    shards,
-)
+from metavd.data.partition import Federation, PartitionError, federate, parse, sealed
+from metavd.data.partitioners import dirichlet, iid, natural, quantity, shards
 from metavd.data.source import Source, arrays, digits
 
 RNG = np.random.RandomState

@@ -15,7 +15,7 @@ from metavd import wire
 from metavd.data.source import digits
 from metavd.engine.task import client_task
 from metavd.flower import policy, site
-from metavd.flower.config import FederationError, experiment_of, run_config
+from metavd.flower.config import FederationError, experiment_of, node_config, run_config
 from metavd.flower.message import Order, payload, spec, write_order
 from metavd.tree import Params
 
@@ -101,7 +101,7 @@ HIDDEN: Attack = (partial(trapped, alike=0.997), read_traps)
 def recovered(folder: Path, config: dict[str, object], text: str = FULL, attack: Attack = BINS) -> tuple[int, int, str]:
     """Return how many rows a server gets from one answer of a site, of how many, and what the site said instead."""
     node = {"data": own_rows(folder), "name": "north", "state": str(folder / "state"), **config}
-    takes, classes = site.agree({"north": site.look(node)})
+    takes, classes = site.agree({"north": site.look(node_config(node))})
     e = experiment_of(run_config({"method": "fedavg", "set": text}), takes, 1, {}, "x")
     task = client_task(e, takes)
     craft, read = attack
@@ -110,7 +110,7 @@ def recovered(folder: Path, config: dict[str, object], text: str = FULL, attack:
     grid = FakeGrid({7: Node(node)})
     ids = grid.push_messages([Message(order, 7, MessageType.TRAIN)])
     (reply,) = grid.pull_messages(ids)
-    held = site.settle(node, e, takes, classes)
+    held = site.settle(node_config(node), e, takes, classes)
     index = torch.from_numpy(held.pool.federation.train[0])
     rows = held.pool.inputs(index).flatten(1).double()
     if reply.has_error():

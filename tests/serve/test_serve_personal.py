@@ -31,7 +31,7 @@ from metavd.serve import export
 from metavd.serve import model as use
 from metavd.serve.model import Personal
 from metavd.serve.personal import TrainedRun, open_run, personalize, personalize_each
-from metavd.serve.samples import samples
+from metavd.serve.samples import Samples, samples
 
 TINY = {
     "clients": 4,
@@ -228,6 +228,12 @@ def test_images_are_brought_to_the_models_size(runs: Runs) -> None:
     ):
         with pytest.raises(UserError, match=why):
             own.predict(x)
+
+
+def test_clients_stand_in_the_order_of_a_dataset() -> None:
+    """Numbers by their size, then names; a sign that only looks like a digit is a name."""
+    rows = Samples("mine", np.zeros((4, 1)), None, ["²", "10", "9", "10"], None, None, None)
+    assert rows.clients() == ["9", "10", "²"]
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +443,7 @@ def test_a_run_is_used_only_with_its_own_data_and_network(features: tuple[Traine
 
 def test_wrong_clients_and_folders_are_named(runs: Runs, tmp_path: Path) -> None:
     trained = runs("fedavg")
-    for client in (6, -1, "x"):
+    for client in (6, -1, "x", "²"):
         with pytest.raises(UserError, match=r"the run has the clients 0 to 3, and 4 to 5 that never took part"):
             personalize(trained, client=client)
     with pytest.raises(UserError, match="client is '3', but the data hold no clients"):

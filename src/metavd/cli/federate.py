@@ -437,7 +437,8 @@ def node_command(
     if "policy" in values:
         values["policy"] = str(Path(values["policy"]).expanduser().resolve())
         later.flower_policy.read(values)
-    later.flower_site.look(values)  # data that cannot be read is better known now than in the first round
+    # Data that cannot be read is better known now than in the first round.
+    later.flower_site.look(later.flower_config.node_config(values))
     arguments = ["--superlink", superlink, "--port", str(port), "--node-config", later.flower_follow.pairs(values)]
     if insecure:
         Reporter().note("insecure mode: what is sent can be read and changed on its way")

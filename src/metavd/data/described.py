@@ -62,12 +62,8 @@ def people(federation: Federation) -> Iterator[tuple[str, str, int, int, str, fl
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    return {
-        "min": int(values.min()),
-        "mean": float(values.mean()),
-        "max": int(values.max()),
-        "sd": float(values.std()),
-    }
+    low, high = int(values.min()), int(values.max())
+    return {"min": low, "mean": float(values.mean()), "max": high, "sd": float(values.std())}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -128,16 +128,10 @@ def federate_domains(
         takes = list(zip(*(_shares(each, count) for each in (clients, unseen, valid_clients)), strict=True))
         if min(take[0] for take in takes) < 1:
             raise PartitionError(f"{clients} clients cannot be divided among {count} datasets; use at least {count}")
+    ways = [partition if source.client is None else "natural" for source in sources]
     parts = [
-        federate(
-            source,
-            "natural" if source.client is not None else partition,
-            clients=own,
-            unseen=new,
-            valid_clients=watched,
-            **settings,
-        )
-        for source, (own, new, watched) in zip(sources, takes, strict=True)
+        federate(source, way, clients=own, unseen=new, valid_clients=watched, **settings)
+        for source, way, (own, new, watched) in zip(sources, ways, takes, strict=True)
     ]
     starts = np.cumsum([0, *(len(source.y) for source in sources)])
 

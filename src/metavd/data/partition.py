@@ -20,7 +20,6 @@ import numpy as np
 
 from ..schema import nearest
 from .partitioners import (
-    MAX_TRIES,
     PARTITIONS,
     Partitioner,
     PartitionError,
@@ -28,20 +27,17 @@ from .partitioners import (
     apportion,
     by_class,
     cut,
-    dirichlet,
     iid,
     join,
     natural,
     owners,
     parse,
-    quantity,
-    shards,
 )  # fmt: skip
 from .source import Source
 
 __all__ = [
-    "MAX_TRIES", "OWN", "PARTITIONS", "TEST_ROWS", "VALID_ROWS", "Federation", "PartitionError", "PartitionKind",
-    "Partitioner", "dirichlet", "federate", "iid", "natural", "parse", "quantity", "sealed", "shards",
+    "OWN", "PARTITIONS", "TEST_ROWS", "VALID_ROWS", "Federation", "PartitionError", "PartitionKind", "federate",
+    "parse", "sealed",
 ]  # fmt: skip
 
 TEST_ROWS = ("independent", "consistent", "uniform")
@@ -192,8 +188,11 @@ def _stream(seed: int, *purpose: int) -> np.random.RandomState:
 def _hold_out(rows: np.ndarray, share: float, rng: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
     """Split off the nearest whole number to share * n rows at random, but leave at least one."""
     count = min(math.floor(share * len(rows) + 0.5), len(rows) - 1)
-    if count <= 0:
-        return rows, rows[:0]
+    return _drawn(rows, count, rng) if count > 0 else (rows, rows[:0])
+
+
+def _drawn(rows: np.ndarray, count: int, rng: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that stay and those that are drawn, both in their order."""
     out = np.zeros(len(rows), bool)
     out[rng.permutation(len(rows))[:count]] = True
     return rows[~out], rows[out]
@@ -223,14 +222,9 @@ def _deal(
 
 
 def _deal_test(
-    y: np.ndarray,
-    rows: np.ndarray,
-    train: Sequence[np.ndarray],
-    rng: np.random.RandomState,
-    *,
-    partition: str,
+    y: np.ndarray, rows: np.ndarray, train: Sequence[np.ndarray], rng: np.random.RandomState, *, partition: str,
     test_rows: str,
-) -> list[np.ndarray]:
+) -> list[np.ndarray]:  # fmt: skip
     num = len(train)
     if len(rows) == 0:
         return [rows] * num
@@ -312,13 +306,8 @@ def _donate(train: list[np.ndarray], share: float, rng: np.random.RandomState) -
                 f"server_share is {share}, but no client has a train row to spare; use 0 or fewer clients."
             )
         counts[largest] = 1
-    kept, given = [], []
-    for rows, count in zip(train, counts, strict=True):
-        out = np.zeros(len(rows), bool)
-        out[rng.permutation(len(rows))[:count]] = True
-        kept.append(rows[~out])
-        given.append(rows[out])
-    return kept, np.sort(np.concatenate(given))
+    kept, given = zip(*(_drawn(rows, count, rng) for rows, count in zip(train, counts, strict=True)), strict=True)
+    return list(kept), np.sort(np.concatenate(given))
 
 
 # Checks

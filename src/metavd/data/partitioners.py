@@ -149,9 +149,7 @@ def owners(client_ids: np.ndarray | None, num: int, least: int = 1) -> list[np.n
             "The partition natural needs a dataset that says whose each row is; "
             "use dirichlet:0.5, or pass client ids with your arrays."
         )
-    order = np.argsort(client_ids, kind="stable")
-    starts = np.unique(client_ids[order], return_index=True)[1]
-    owned = [rows for rows in cut(order, starts[1:]) if len(rows) >= least]
+    owned = [rows for rows in by_class(client_ids) if len(rows) >= least]
     if num > len(owned):
         raise PartitionError(
             f"The partition natural cannot make {num} clients of {len(client_ids)} rows that come from {len(owned)}; "
@@ -260,10 +258,10 @@ def join(
 
 
 def by_class(y: np.ndarray) -> list[np.ndarray]:
-    """Return the positions of each class that occurs, classes ascending."""
+    """Return the positions of each class, or owner, that occurs, ascending."""
     order = np.argsort(y, kind="stable")
     starts = np.unique(y[order], return_index=True)[1]
-    return np.split(order, starts[1:]) if len(y) else []
+    return cut(order, starts[1:]) if len(y) else []
 
 
 def _shard_counts(sizes: Sequence[int], limit: Sequence[int], total: int) -> list[int]:

@@ -253,14 +253,8 @@ DIGITS_STD = 0.376049
 def digits() -> Source:
     """Return scikit-learn's 1,797 handwritten digits, 8 x 8 pixels of 0..16, which come with the installation."""
     table = _digits()
-    return arrays(
-        table[:, :-1].reshape(-1, 8, 8).astype(np.uint8),
-        table[:, -1].astype(np.int64),
-        name="digits",
-        mean=[DIGITS_MEAN],
-        std=[DIGITS_STD],
-        scale=1 / 16,
-    )
+    x, y = table[:, :-1].reshape(-1, 8, 8).astype(np.uint8), table[:, -1].astype(np.int64)
+    return arrays(x, y, name="digits", mean=[DIGITS_MEAN], std=[DIGITS_STD], scale=1 / 16)
 
 
 def _digits() -> np.ndarray:

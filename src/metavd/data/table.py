@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from .partition import some
 from .source import Source, SourceError, named, refuse
 
 LEAST = 5
@@ -135,8 +136,7 @@ class Table:
         inputs = f"{len(self.inputs)} input{'s' * (len(self.inputs) != 1)}"
         text = f"table: {' and '.join(parts)} {verb} {inputs}, learnt on training rows"
         if self.left_out:
-            more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
-            text += f"; {', '.join(self.left_out[:_SHOWN])}{more} left out, since training rows do not tell them apart"
+            text += f"; {some(self.left_out, _SHOWN)} left out, since training rows do not tell them apart"
         return [text]
 
 

@@ -32,6 +32,8 @@ WORDS = 10_000
 """Words of a vocabulary at most, the most frequent ones."""
 LEAST = 2
 """Times that a word must occur in training rows."""
+TEST_SHARE = 0.2
+"""Of a client's text, its end, whose characters are for testing."""
 PAD, UNKNOWN = 0, 1
 _LONGEST = 1 << 16
 """Bytes of a text that are kept."""
@@ -144,33 +146,27 @@ def speeches(
     vocabulary: str = "character",
     length: int = 0,
     stride: int = 1,
-    test_share: float = 0.2,
     name: str = "text",
 ) -> Source:
     """Return a source whose rows are the characters before a character, and whose classes are the characters.
 
     A client's texts are read one after another, a line's end between them; every `stride`-th character is a row. The
-    last `test_share` of a client's text are test rows: rows drawn at random would be found again inside training rows.
+    last `TEST_SHARE` of a client's text are test rows: rows drawn at random would be found again inside training rows.
     """
     length = length or LENGTHS[vocabulary]
     held: dict[str, list[str]] = {}
     for text, spoken_by in zip(texts, clients or [""] * len(texts), strict=True):
         held.setdefault(spoken_by, []).append(text)
-    before: list[str] = []
-    after: list[str] = []
-    owners: list[str] = []
-    test: list[bool] = []
+    rows: list[tuple[str, str, str, bool]] = []
     for owner, spoken in held.items():
         whole = "\n".join(spoken)
         places = range(1, len(whole), stride)
-        first = len(places) - round(test_share * len(places))
+        first = len(places) - round(TEST_SHARE * len(places))
         for number, place in enumerate(places):
-            before.append(whole[max(0, place - length) : place])
-            after.append(whole[place])
-            owners.append(owner)
-            test.append(number >= first)
-    if not after:
+            rows.append((whole[max(0, place - length) : place], whole[place], owner, number >= first))
+    if not rows:
         raise SourceError(f"{name}: the texts are too short to predict a character; each client needs two or more.")
+    before, after, owners, test = zip(*rows, strict=True)
     flags = np.array(test) if any(test) else None
     who = owners if clients is not None else None
     return windows(before, after, who, vocabulary=vocabulary, length=length, test=flags, name=name)

@@ -97,11 +97,8 @@ class Audit:
                 wrong["missing"] = f"the checkpoint's head {remembered}"
         except BrokenAuditError as error:
             kept = self.path.read_bytes().split(b"\n")[:-1]
-            self.lines, self.head, wrong = (
-                len(kept),
-                hashlib.sha256(b"\n".join(kept)).hexdigest(),
-                {"broken": str(error)},
-            )
+            self.lines, self.head = len(kept), hashlib.sha256(b"\n".join(kept)).hexdigest()
+            wrong["broken"] = str(error)
         if self.path.exists():
             with self.path.open("rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)

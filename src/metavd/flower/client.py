@@ -76,12 +76,11 @@ def _private(handler: Handler) -> Callable[[Message, Context], Message]:
 def hello(message: Message, context: Context) -> RecordDict:
     """Say who is there and what the rows are like."""
     read_order(message.content)
-    node = context.node_config
-    policies.read(node)  # a policy that cannot be read is no policy, and nothing is promised without one
-    told = node_config(node)
+    policies.read(context.node_config)  # one that cannot be read is no policy, and nothing is promised without one
+    told = node_config(context.node_config)
     share = told.partition_id
     name = told.name or (f"partition {share}" if share >= 0 else f"node {context.node_id}")
-    return write_reply(0, {}, name=name, trains=told.train, partition=share, look=write_look(look(node)))
+    return write_reply(0, {}, name=name, trains=told.train, partition=share, look=write_look(look(told)))
 
 
 @app.train()
@@ -152,7 +151,7 @@ def _start(message: Message, context: Context) -> tuple[Order, Built, Site, poli
     built = build(order.spec, told.device, told.seeded_noise)
     if policy is not None:
         policies.check_run(policy, built.experiment)
-    return order, built, settle(node, built.experiment, built.task.takes, built.classes), policy
+    return order, built, settle(told, built.experiment, built.task.takes, built.classes), policy
 
 
 def _moment(order: Order, site: Site) -> turn.Moment:

@@ -18,7 +18,6 @@ from ..core.types import ServerState, Update
 from ..engine.cohorts import called, unanswered
 from ..engine.rounds import Account, Returned
 from ..engine.task import Task
-from ..engine.turn import Moment
 from ..runs.settings import Experiment
 from ..tree import Params
 from ..wire import Expected, Guard, Rejected, Reply, decode, encode, traffic
@@ -56,6 +55,8 @@ class _Attempts:
     good: dict[int, Reply] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     sent: dict[int, Params] = field(default_factory=dict)
+    packed: dict[int, bytes] = field(default_factory=dict)
+    """What was sent, as it travels."""
     counted: dict[int, list[int]] = field(default_factory=dict)
     """Bytes down and up."""
     refused: dict[int, str] = field(default_factory=dict)
@@ -67,15 +68,12 @@ class _Attempts:
     waiting: float = 0.0
 
 
-def collect(
-    fleet: Fleet, setup: FederationSetup, guard: Guard, at: tuple[ServerState, Moment], turns: dict[int, int]
-) -> Returned:
+def collect(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerState, turns: dict[int, int]) -> Returned:
     """Ask clients until a quorum of good answers is there; `turns` are the clients' last rounds."""
-    state, now = at
-    config, done, began = setup.config, now.done, time.monotonic()
+    config, done, began = setup.config, int(state.round), time.monotonic()
     have = _Attempts(turns)
     for _ in range(config.repeats + 1):
-        _attempt(fleet, setup, guard, at, have)
+        _attempt(fleet, setup, guard, state, have)
         for client, why in (have.lost | have.refused).items():
             _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
         asked = len(have.good | have.lost | have.refused)
@@ -118,7 +116,8 @@ def collect(
     # In the order of clients, as the simulator has them.
     replies = [have.good[client] for client in cohort]
     weight = torch.tensor([reply.samples for reply in replies], dtype=state.round.dtype)
-    for client, own, counted in zip(cohort, weight.tolist(), _shares(weight, config).tolist(), strict=True):
+    weighs = bounded(weight, config.max_share) if config.max_share else weight
+    for client, own, counted in zip(cohort, weight.tolist(), weighs.tolist(), strict=True):
         if counted < own:
             _LOG.info("round %d: client %d weighs as %g rows, not as the %g that it claims (max-share is %g)", done + 1,
                       client, counted, own, config.max_share)  # fmt: skip
@@ -129,30 +128,28 @@ def collect(
     return Returned(cohort, sorted(have.lost), update, losses, account)
 
 
-def _attempt(
-    fleet: Fleet, setup: FederationSetup, guard: Guard, at: tuple[ServerState, Moment], have: _Attempts
-) -> None:
+def _attempt(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerState, have: _Attempts) -> None:
     """Ask those clients of the round that have not answered yet, and check what they answer."""
-    config, (state, now) = setup.config, at
-    done = now.done
+    config, done = setup.config, int(state.round)
     nodes = {n: node for n, node in fleet.trainers(fleet.online()).items()
              if not guard.excluded(n) and fleet.silences.get(n, 0) < config.max_silences}  # fmt: skip
     rows = max(int(setup.experiment.clients), fleet.registry.rows)
     here = torch.tensor([float(n in nodes) for n in range(rows)], dtype=torch.float64)
-    key = now.key if setup.cohorts is None else setup.cohorts
+    key = state.key if setup.cohorts is None else setup.cohorts
     drawn = called(setup.task.algorithm, key, done, num_clients=rows, cohort=config.asked(rows), available=here)
     asked = [n for n in drawn.tolist() if n not in have.good]
     messages = {}
     for client in asked:
         if client not in have.sent:
             made = setup.task.algorithm.emit.apply(state.params, torch.tensor(client), state.round)
+            have.packed[client] = encode(made, half=config.half)
             # What arrives is what the server later takes the difference to, so it is rounded here as it is there.
-            have.sent[client] = decode(encode(made, half=True), like=made) if config.half else made
-        params = encode(have.sent[client], half=config.half)
-        have.counted.setdefault(client, [0, 0])[0] += len(params)
+            have.sent[client] = decode(have.packed[client], like=made) if config.half else made
+        have.counted.setdefault(client, [0, 0])[0] += len(have.packed[client])
         order = Order(
-            done, client, int(now.key), setup.spec, config.half, turn=have.turns.get(client, 0), params=params
-        )
+            done, client, int(state.key), setup.spec, config.half, turn=have.turns.get(client, 0),
+            params=have.packed[client],
+        )  # fmt: skip
         messages[client] = (nodes[client], write_order(order))
     setup.asking()
     fleet.audit.add("ask", round=done + 1, clients=asked)
@@ -208,10 +205,6 @@ def _count_silences(fleet: Fleet, asked: list[int], spoke: Set[int], config: Run
                 "client %d is asked no more: it has not answered %d times in a row", client, config.max_silences
             )
             fleet.audit.add("excluded", client=client, why=f"silent {config.max_silences} times in a row")
-
-
-def _shares(weight: Tensor, config: RunConfig) -> Tensor:
-    return bounded(weight, config.max_share) if config.max_share else weight
 
 
 def _expected(fleet: Fleet, client: int, round: int, have: _Attempts) -> Expected:

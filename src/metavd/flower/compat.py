@@ -131,11 +131,8 @@ def listed_runs(said: str) -> list[Listed]:
         found = {}
     if not found.get("success"):
         raise ValueError(plain(str(found.get("error-message", said))))
-    return [_listed(each["status"], each["status-details"]) for each in found["runs"]]
-
-
-def _listed(status: str, details: str) -> Listed:
-    return Listed(status.startswith("finished"), status == "finished:completed", failure(details))
+    runs = [(each["status"], each["status-details"]) for each in found["runs"]]
+    return [Listed(how.startswith("finished"), how == "finished:completed", failure(why)) for how, why in runs]
 
 
 def plain(said: str) -> str:

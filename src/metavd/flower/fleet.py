@@ -189,15 +189,14 @@ class Fleet:
     def agree(self) -> dict[str, Look]:
         """Return what those say of their rows whose rows go together, by name; the others are left out."""
         called = Counter(each.name for each in self.candidates.values())
-        names = {
-            each.identity: (node, each.name if called[each.name] == 1 else f"{each.name} (node {node})")
+        nodes = {
+            each.name if called[each.name] == 1 else f"{each.name} (node {node})": node
             for node, each in self.candidates.items()
         }
-        there = {names[identity][1]: look for identity, look in self.looks.items() if identity in names}
+        there = {name: self.looks[self.candidates[node].identity] for name, node in nodes.items()}
         for name, why in misfits(there, self.config.classes).items():
-            identity = next(each for each in names if names[each][1] == name)
-            self._refuse(names[identity][0], why)
-            del there[name], self.looks[identity], self.candidates[names[identity][0]]
+            self._refuse(nodes[name], why)
+            del there[name], self.looks[self.candidates.pop(nodes[name]).identity]
         return there
 
     def _refuse(self, node: int, why: str) -> None:

@@ -19,6 +19,7 @@ import ipaddress
 import logging
 import os
 import resource
+import struct
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -92,15 +93,10 @@ def _spellings(address: Address) -> set[str]:
     if address is None or address[1] is None:
         return set()
     host = ipaddress.ip_address(address[0])
-    mapped = getattr(host, "ipv4_mapped", None) or host
-    packed = {host.packed, mapped.packed}
-    if mapped.version == 4:
-        packed.add(bytes(10) + b"\xff\xff" + mapped.packed)
-    words = (
-        "".join(int.from_bytes(each[i : i + 4], sys.byteorder).to_bytes(4, "big").hex() for i in range(0, len(each), 4))
-        for each in packed
-    )
-    return {f"{each.upper()}:{address[1]:04X}" for each in words}
+    host = getattr(host, "ipv4_mapped", None) or host
+    packed = [host.packed, bytes(10) + b"\xff\xff" + host.packed][: 2 if host.version == 4 else 1]
+    words = ("".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", each)) for each in packed)
+    return {f"{each}:{address[1]:04X}" for each in words}
 
 
 def knows_owners() -> bool:

@@ -51,6 +51,14 @@ class Roster:
         """Return the member with an identity."""
         return next((each for each in self.members if each.identity == identity), None)
 
+    def called(self, name: str) -> list[Member]:
+        """Return the members with a name or a number."""
+        return [each for each in self.members if name in {each.name, str(each.number)}]
+
+    def listed(self) -> str:
+        """Write who there is, for a sentence."""
+        return ", ".join(f"{each.number} ({each.name})" for each in self.members) or "none"
+
     @property
     def rows(self) -> int:
         """How many numbers of training clients are given away."""
@@ -95,12 +103,10 @@ def with_rows(registry: Roster, name: str, rows: int) -> Roster:
     >>> with_rows(Roster((Member(0, "a", "north", True, 0),)), "north", 500).members[0].rows
     500
     """
-    if not any(name in {each.name, str(each.number)} for each in registry.members):
-        known = ", ".join(f"{each.number} ({each.name})" for each in registry.members)
-        raise FederationError(f"there is no client {name!r}; the registry has {known or 'none'}")
-    return Roster(tuple(
-        replace(each, rows=rows) if name in {each.name, str(each.number)} else each for each in registry.members
-    ))  # fmt: skip
+    found = registry.called(name)
+    if not found:
+        raise FederationError(f"there is no client {name!r}; the registry has {registry.listed()}")
+    return Roster(tuple(replace(each, rows=rows) if each in found else each for each in registry.members))
 
 
 def rekeyed(registry: Roster, name: str, identity: str) -> Roster:
@@ -110,11 +116,9 @@ def rekeyed(registry: Roster, name: str, identity: str) -> Roster:
     >>> [(each.number, each.identity) for each in rekeyed(one, "0", "b").members]
     [(0, 'b')]
     """
-    found = [each for each in registry.members if name in {each.name, str(each.number)}]
-    old = next((each for each in found if each.identity != identity), None)
+    old = next((each for each in registry.called(name) if each.identity != identity), None)
     if old is None:
-        known = ", ".join(f"{each.number} ({each.name})" for each in registry.members)
-        raise FederationError(f"there is no other client {name!r}; the registry has {known or 'none'}")
+        raise FederationError(f"there is no other client {name!r}; the registry has {registry.listed()}")
     others = [each for each in registry.members if each.identity != identity]
     last = max((each.number for each in registry.members if each.trains), default=0)
     if any(each.identity == identity and each.trains and each.number < last for each in registry.members):

@@ -174,17 +174,14 @@ def _remembered(config: RunConfig, store: Store) -> tuple[Experiment, Source, li
         takes, classes = restored(values["takes"]), list(values["classes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederationError(f"{store.folder / TAKES} is damaged ({error}); put back your copy of it") from None
-    now = experiment_of(config, takes, int(there.clients), _defaults(config), there.content)
+    defaults = site.shared(config.data)[0].defaults if config.data else _OWN_ROWS
+    now = experiment_of(config, takes, int(there.clients), defaults, there.content)
     if spec_hash(now) != spec_hash(there):
         raise FederationError(
             f"{store.folder} holds another run ({there.method}, {there.rounds} rounds, seed {there.seed}, or other "
             "options); run with the same config, or name another folder with out"
         )
     return there, takes, classes
-
-
-def _defaults(config: RunConfig) -> Mapping[str, Any]:
-    return site.shared(config.data)[0].defaults if config.data else _OWN_ROWS
 
 
 def _task(config: RunConfig, e: Experiment, takes: Source) -> Task:
@@ -225,7 +222,7 @@ def _run(fleet: Fleet, setup: FederationSetup, store: Store) -> dict[str, Any]:
             spec_hash=spec_hash(e),
             update=log.watching(setup.task.algorithm.server.update),
             transport=Transport(
-                collect=lambda state, now: remembered(fleet, setup, guard, (state, now), turns),
+                collect=lambda state, _: remembered(fleet, setup, guard, state, turns),
                 ready=lambda state: _joined(fleet, setup, state, store),
             ),
             test=tests.run,

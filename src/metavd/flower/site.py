@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +27,15 @@ from ..container import read_json
 from ..data import collection
 from ..data.cohort import Pool, pool
 from ..data.formats import npz
-from ..data.formats.files import need_folder
+from ..data.formats.files import fail, need_folder
 from ..data.formats.folder import scan
-from ..data.formats.images import Stack, check_size
+from ..data.formats.images import check_size, pictures
 from ..data.partition import Federation, federate
 from ..data.source import Columns, Source, moments
 from ..runs.settings import Experiment, content
 from ..runs.setup import channels_last, deal
 from ..serve.samples import blank, class_names, samples
-from .config import FederationError, NodeConfig, node_config
+from .config import FederationError, NodeConfig
 from .message import cleaned
 
 SITES = "sites"
@@ -78,9 +77,8 @@ class Look:
     """Of rows of token ids: the largest + 1."""
 
 
-def look(node: Mapping[str, Any]) -> Look | None:
+def look(told: NodeConfig) -> Look | None:
     """Return what the rows of a node are like; None of a share, which the server knows already."""
-    told = node_config(node)
     if not told.data:
         if told.partition_id < 0:
             raise FederationError(
@@ -105,11 +103,10 @@ def look(node: Mapping[str, Any]) -> Look | None:
             )  # fmt: skip
     elif parts[0].name == "folder":
         rows, split = scan(need_folder(Path(parts[0].path).expanduser()))
-        stack = Stack(len(rows), check_size(parts[0].options.get("size")), parts[0].options.get("channels"))
-        for row in rows:
-            stack.add(row.path)
+        size, channels = check_size(parts[0].options.get("size")), parts[0].options.get("channels")
+        x = pictures([row.path for row in rows], size, channels, fail)
         names = tuple(sorted({row.label for row in rows}))
-        x, y = stack.x, np.array([names.index(row.label) for row in rows])
+        y = np.array([names.index(row.label) for row in rows])
         test = np.array([row.test for row in rows]) if split else None
     else:
         source = _numbers(collection.load(text, told.root).sources[0], text)
@@ -285,18 +282,17 @@ def fingerprint(site: Site) -> bytes:
     return found.hexdigest().encode()
 
 
-def shared(text: str, root: str = "data") -> tuple[collection.Collection, Source, list[str]]:
+def shared(text: str) -> tuple[collection.Collection, Source, list[str]]:
     """Return a dataset that nodes hold shares of, what a model of it takes, and the names of its classes."""
-    data = collection.load(text, root)
+    data = collection.load(text)
     if len(data.sources) > 1:
         raise FederationError(f"data is {text!r}, but a federation trains on one dataset; name one")
     source = _numbers(data.sources[0], text)
     return data, replace(blank(source), name=text), class_names(source)
 
 
-def settle(node: Mapping[str, Any], e: Experiment, takes: Source, classes: Sequence[str]) -> Site:
+def settle(told: NodeConfig, e: Experiment, takes: Source, classes: Sequence[str]) -> Site:
     """Read a node's rows as the run wants them."""
-    told = node_config(node)
     if told.data:
         return Site(_pool(_own(told, e, takes, classes), replace(e, device=told.device)), 0)
     if e.data == SITES:

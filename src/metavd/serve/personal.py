@@ -147,7 +147,7 @@ def personalize(
     trained = opened(run, trained_on=trained_on, module=module, root=root, device=device, note=note)
     found = personalize_each(trained, source, client=client, domain=domain, root=root, note=note)
     if len(found) > 1:
-        raise UserError(f"the data hold {len(found)} clients ({_some(list(found))}), but one is wanted; name it")
+        raise UserError(f"the data hold {len(found)} clients ({some(list(found), 8)}), but one is wanted; name it")
     return next(iter(found.values()))
 
 
@@ -182,10 +182,6 @@ def opened(run: str | Path | TrainedRun, **how: Any) -> TrainedRun:
     return run if isinstance(run, TrainedRun) else open_run(run, **how)
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-
-
 def _number(trained: TrainedRun, client: str | int) -> int:
     """Return the number of one of the run's clients."""
     federation = trained.setup.pool.federation
@@ -195,7 +191,7 @@ def _number(trained: TrainedRun, client: str | int) -> int:
     if federation.names:
         there = some(federation.names[:everyone], SHOWN)
         raise UserError(f"client is {client!r}, but the run has the clients {there}")
-    if not str(client).isdigit() or int(client) >= everyone:
+    if not str(client).isdecimal() or int(client) >= everyone:
         unseen = f", and {known} to {everyone - 1} that never took part" if everyone > known else ""
         raise UserError(f"client is {client!r}, but the run has the clients 0 to {known - 1}{unseen}")
     return int(client)
@@ -220,7 +216,7 @@ def _new(trained: TrainedRun, rows: Samples, client: str | None, classes: list[s
     """
     names = rows.clients() or ["new"]
     if client is not None and client not in names:
-        raise UserError(f"client is {client!r}, but the data hold {_some(names) if rows.client else 'no clients'}")
+        raise UserError(f"client is {client!r}, but the data hold {some(names, 8) if rows.client else 'no clients'}")
     setup, held = trained.setup, trained.setup.pool.federation
     usable = np.ones(len(rows.x), bool) if rows.test is None else ~rows.test
     owner = np.array(rows.client or ["new"] * len(rows.x), object)

@@ -21,13 +21,13 @@ from ..data import collection, prepare
 from ..data.domains import resize
 from ..data.formats import npz
 from ..data.formats.cache import Note, log
-from ..data.formats.files import FileError, listing, need_folder
+from ..data.formats.files import FileError, fail, listing, need_folder
 from ..data.formats.folder import scan
-from ..data.formats.images import SUFFIXES, Stack, check_size
+from ..data.formats.images import SUFFIXES, check_size, pictures
 from ..data.formats.table import need_file, read_cells
 from ..data.formats.text import columns_of
 from ..data.partition import some
-from ..data.source import Columns, Domain, Source, SourceError
+from ..data.source import Columns, Domain, Source, SourceError, named
 from ..data.table import flags_of, words_of
 from ..data.text import NEXT
 from ..errors import UserError
@@ -52,9 +52,7 @@ class Samples(NamedTuple):
 
     def clients(self) -> list[str]:
         """Return who is there: numbers in their order, then names in theirs."""
-        return sorted(
-            set(self.client or ()), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)
-        )
+        return list(named(self.client or ())[0])
 
 
 Given = str | Source | tuple[ArrayLike, ArrayLike | None]
@@ -315,7 +313,5 @@ def _folder(place: Path, options: Mapping[str, Any], takes: Source) -> tuple[Any
         client = None if rows[0].client is None else [row.client for row in rows]
         test = np.array([row.test for row in rows]) if split else None
     channels = takes.x.shape[1] if takes.x.ndim == 4 and takes.x.shape[1] in (1, 3) else None
-    stack = Stack(len(paths), check_size(options.get("size")), options.get("channels") or channels)
-    for path in paths:
-        stack.add(path)
-    return stack.x, labels, client, test, [str(path.relative_to(root)) for path in paths]
+    x = pictures(paths, check_size(options.get("size")), options.get("channels") or channels, fail)
+    return x, labels, client, test, [str(path.relative_to(root)) for path in paths]

@@ -47,11 +47,6 @@ class _Was(NamedTuple):
     shape: tuple[int, ...]
 
 
-def stored_bytes(dtype: torch.dtype, *, half: bool) -> int:
-    """Return the bytes that a value takes on the wire."""
-    return 2 if half and dtype in _SHRINKS else dtype.itemsize
-
-
 # Writing
 
 
@@ -100,22 +95,22 @@ def _pack(name: str, value: Tensor, params: Params, *, half: bool, mask_known: b
 # Reading
 
 
-def decode(data: bytes, like: Params | None = None, masks: Params | None = None, *, limit: int = LIMIT) -> Params:
+def decode(data: bytes, like: Params | None = None, *, limit: int = LIMIT) -> Params:
     """Read a message; ContainerError, and no other exception, where it is not one.
 
     Values that were left out come back as zero: a client never reads a masked weight. A server does: it pulls towards
     the answer, and an answer has to hold there what the client was sent, as it does in the simulator. So a server
     passes what it sent as `like`; the message must then have the same names, dtypes and shapes, in any order, and
-    dropped values are taken from `like`.
+    dropped values, and masks that did not travel, are taken from `like`.
 
-    Masks that did not travel are taken from `masks`, or else from `like`. The tensors are new, contiguous, on the CPU
-    and in the order of the message. Without `like`, more than `limit` bytes of them are refused before any is made: a
-    mask that drops everything takes no bytes, so a short message can name a large tensor.
+    The tensors are new, contiguous, on the CPU and in the order of the message. Without `like`, more than `limit` bytes
+    of them are refused before any is made: a mask that drops everything takes no bytes, so a short message can name a
+    large tensor.
 
     >>> received = {"fc.weight": torch.tensor([[1.0, 5.0]]), "fc.mask": torch.tensor([1.0, 0.0])}
     >>> answer = encode(received | {"fc.weight": torch.tensor([[2.0, 7.0]])}, mask_known=True)
-    >>> decode(answer, like=received)["fc.weight"], decode(answer, masks=received)["fc.weight"]
-    (tensor([[2., 5.]]), tensor([[2., 0.]]))
+    >>> decode(answer, like=received)["fc.weight"]
+    tensor([[2., 5.]])
     """
     packed, words = container.load(MESSAGE, data)
     was = dict(_described(packed, words))
@@ -123,12 +118,10 @@ def decode(data: bytes, like: Params | None = None, masks: Params | None = None,
         _compare(was, like)
     elif (needed := sum(_extent(entry) for entry in was.values())) > limit:
         raise ContainerError(f"the message would unfold to {needed} bytes; {limit} are allowed", "oversized")
-    known = masks if masks is not None else like or {}
-    found = {name: _mask(name, was[name], value, known) for name, value in packed.items() if masking.is_mask(name)}
+    known = like or {}
+    masks = {name: _mask(name, was[name], value, known) for name, value in packed.items() if masking.is_mask(name)}
     return {
-        name: found[name]
-        if name in found
-        else _values(name, was[name], value, found, None if like is None else like[name])
+        name: masks[name] if name in masks else _values(name, was[name], value, masks, known.get(name))
         for name, value in packed.items()
     }
 

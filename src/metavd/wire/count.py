@@ -13,7 +13,6 @@ from typing import NamedTuple
 from ..core.posterior import Posterior, entries
 from ..tree import Params
 from . import masks
-from .codec import stored_bytes
 
 
 class Traffic(NamedTuple):
@@ -25,17 +24,17 @@ class Traffic(NamedTuple):
     """One direction without masks."""
 
 
-def traffic(params: Params, *, half: bool = False) -> Traffic:
+def traffic(params: Params) -> Traffic:
     """Count the bytes of a client's exchange, given what it received or sent back (the shapes are the same).
 
     >>> import torch
     >>> traffic({"fc.weight": torch.ones(8, 4), "fc.mask": torch.tensor([[1.0, 0, 0, 0]] * 8)})
     Traffic(down=36, up=32, dense=128)
     """
-    return together({name: value[None] for name, value in params.items()}, half=half)()
+    return together({name: value[None] for name, value in params.items()})()
 
 
-def together(params: Params, *, half: bool = False) -> Callable[[], Traffic]:
+def together(params: Params) -> Callable[[], Traffic]:
     """Count the bytes of C clients' exchanges (C, ...); return what waits for the device and tells their sum.
 
     It holds no weights: what the masks of all clients keep is counted at once.
@@ -51,7 +50,7 @@ def together(params: Params, *, half: bool = False) -> Callable[[], Traffic]:
             if masks.is_mask(name):
                 down += sum(masks.smallest(each, value.numel())[1] for each in kept[name])
                 continue
-            count, size = value.numel(), stored_bytes(value.dtype, half=half)
+            count, size = value.numel(), value.dtype.itemsize
             dense += clients * count * size
             mask = masks.mask_of(name, value.shape, one)
             if mask is None or not count:

@@ -86,7 +86,7 @@ def _find_original(root: Path, attr: Path, *, attribute: str, size: tuple[int, i
         raise SourceError(f"{root}: there is {what} beside {_ATTR}, but CelebA needs all three.")
 
     def read(report: Report) -> Source:
-        reads = (partial(_attribute, attr, attribute), partial(_identity, identity[0]))
+        reads = (partial(_attribute, attr, attribute), partial(_table, identity[0], _lines(identity[0]), None, 1, 2))
         labels, people = each(report, lambda read: read(), reads)
         missing = next((name for name in labels if name not in people), None)
         refuse(missing, identity[0], f"there is no identity for {missing}, which {attr.name} lists.")
@@ -114,11 +114,6 @@ def _attribute(path: Path, attribute: str) -> dict[str, int]:
     found = _table(path, lines, {"1": 1, "-1": 0}, column, len(names) + 1)
     refuse(str(len(found)) != count[0], path, f"line 1 says {count[0][:12]} pictures, but {len(found)} are listed.", 0)
     return found
-
-
-def _identity(path: Path) -> dict[str, int]:
-    """Return {picture: celebrity}."""
-    return _table(path, _lines(path), None, 1, 2)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, list[str]]]:

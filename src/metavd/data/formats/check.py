@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..partition import some
 from ..source import Source, SourceError
 from ..table import described
 from . import cifar, npz
@@ -35,19 +36,11 @@ class Finding:
     """The format's name in `FORMATS`, or what kind of file it is."""
     place: Path
     rows: int
-    what: str
-    """What the rows are."""
-    classes: int | None = None
-    """How many occur."""
-    clients: int | None = None
-    low: float = 0.0
-    high: float = 0.0
-    """The least and the largest value."""
-    more: tuple[str, ...] = ()
-    """What else there is to say."""
+    said: tuple[str, ...]
+    """What the rows are, and what else there is to say."""
 
     def __str__(self) -> str:
-        return f"{self.name} at {self.place}: {'; '.join([f'{self.rows:,} rows{self.what}', *self.more])}."
+        return f"{self.name} at {self.place}: {'; '.join(self.said)}."
 
 
 @dataclass
@@ -105,18 +98,17 @@ def _finding(
     test: np.ndarray | None = None, more: tuple[str, ...] = (),
 ) -> Finding:  # fmt: skip
     """Return the numbers of rows and labels; `like` is the type where x is none but a stand-in."""
-    counts = None if y is None else np.unique(y, return_counts=True)[1]
-    low, high = (0.0, 255.0) if like else (float(x.min()), float(x.max()))
-    said = [] if test is None else [f"{int(test.sum()):,} of them test rows"]
-    if counts is not None:
+    said = [f"{len(x):,} rows of {like or f'{x.dtype} ' + (' x '.join(map(str, x.shape[1:])) or 'numbers')}"]
+    if test is not None:
+        said.append(f"{int(test.sum()):,} of them test rows")
+    if y is not None:
+        counts = np.unique(y, return_counts=True)[1]
         least, most = (counts.min(), counts.max()) if len(counts) else (0, 0)
         said.append(f"{len(counts)} classes of {least:,} to {most:,} rows")
     said.append("no clients of their own" if clients is None else f"{clients:,} clients")
+    low, high = (0.0, 255.0) if like else (float(x.min()), float(x.max()))
     said.append(f"values {low:g} to {high:g}")
-    what = f" of {like or f'{x.dtype} ' + (' x '.join(map(str, x.shape[1:])) or 'numbers')}"
-    return Finding(
-        name, place, len(x), what, None if counts is None else len(counts), clients, low, high, (*said, *more)
-    )
+    return Finding(name, place, len(x), (*said, *more))
 
 
 def _described(name: str, place: Path, data: Source) -> Finding:
@@ -168,9 +160,8 @@ def _all_found(root: Path, report: Report) -> list[tuple[str, Unread]]:
         except SourceError as error:  # of a package that cannot be imported
             report.notes.append(str(error))
         else:
-            if (
-                unread is not None and unread.files[0] not in taken
-            ):  # MNIST's and Fashion-MNIST's files have the same names
+            # MNIST's and Fashion-MNIST's files have the same names.
+            if unread is not None and unread.files[0] not in taken:
                 taken.update(unread.files)
                 found.append((name, unread))
     others = [path for path in sorted(root.glob("*.npz")) if path not in taken]
@@ -225,8 +216,8 @@ def _table(path: Path) -> Finding:
     """Describe a table by its columns, and say how a run takes it."""
     cells = read_cells(path)
     columns = described(cells)
-    more = f" and {len(columns) - _COLUMNS} more" if len(columns) > _COLUMNS else ""
     text = path.suffix.lower() in JSON or "text" in cells
     how = f"--data text:{path}" if text else f"--data table:{path} --set label=COLUMN client=COLUMN"
-    said = (f"columns {', '.join(columns[:_COLUMNS])}{more}", f"for a run, {how}")
-    return Finding("a table", path, len(next(iter(cells.values()))), "", more=said)
+    rows = len(next(iter(cells.values())))
+    said = (f"{rows:,} rows", f"columns {some(columns, _COLUMNS)}", f"for a run, {how}")
+    return Finding("a table", path, rows, said)

@@ -93,13 +93,13 @@ BY_HAND = {
 }
 
 
-def fetch(name: str, root: Path | str, *, progress: Progress | None = None, timeout: float = TIMEOUT) -> list[Path]:
+def fetch(name: str, root: Path | str, *, progress: Progress | None = None) -> list[Path]:
     """Download a dataset's files into root and return their paths; files that are there and right are left alone."""
     if name in BY_HAND:
         raise SourceError(BY_HAND[name])
     if name not in REMOTES:
         raise SourceError(f"There is nothing to fetch for {name!r}; {nearest(name, sorted(REMOTES))}")
-    return [download(remote, Path(root), progress=progress, timeout=timeout) for remote in REMOTES[name]]
+    return [download(remote, Path(root), progress=progress) for remote in REMOTES[name]]
 
 
 def download(remote: Remote, root: Path, *, progress: Progress | None = None, timeout: float = TIMEOUT) -> Path:

@@ -119,9 +119,8 @@ def _found(
         found = each(report, lambda path: read_idx(path, axes[path], archive), files)
         for images, labels, x, y in zip(files[:4:2], files[1:4:2], found[:4:2], found[1:4:2], strict=True):
             refuse(len(x) != len(y), labels, f"it has {len(y)} labels, but {images.name} has {len(x)} images.")
-            shared.check_labels(
-                labels, y, range(first, first + look["num_classes"]), 8, 1
-            )  # bytes of the unpacked file
+            right = range(first, first + look["num_classes"])
+            shared.check_labels(labels, y, right, 8, 1)  # bytes of the unpacked file
         x, y, test_x, test_y, *tables = found
         sides = [" x ".join(map(str, part.shape[1:])) for part in (test_x, x)]
         refuse(sides[0] != sides[1], files[2], f"images are {sides[0]}, but the train images are {sides[1]}.")

@@ -16,13 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from ..source import Source, SourceError
-from ..text import VOCABULARIES, labelled, windows
+from ..text import TEST_SHARE, VOCABULARIES, labelled, windows
 from .files import MIB, Report, Unread, choice, open_stream, refuse
 from .leaf import SPEECH, SPLIT, TWEET, Shards, Users, need_shards, read_shards
 from .registry import dataset
 
 _MOODS = {0: "negative", 1: "positive", 4: "positive"}
-_TEST = 0.2
 
 
 @dataset("shakespeare", "speeches by role, the next of 80 characters; LEAF's JSON shards", options=SPLIT)
@@ -86,5 +85,5 @@ def _speeches(users: Users) -> Source:
     test = users.test
     if test is None:
         counts = [len(user.y) for _, user in users.rows]
-        test = np.concatenate([np.arange(count) >= count - round(_TEST * count) for count in counts])
+        test = np.concatenate([np.arange(count) >= count - round(TEST_SHARE * count) for count in counts])
     return windows(before, after, users.names(), length=max(map(len, before)), test=test, name="shakespeare")

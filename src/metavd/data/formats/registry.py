@@ -62,8 +62,7 @@ PHOTOS = {"clients": 100, "unseen": 30, "cohort": 10, "partition": "dirichlet:0.
 WRITERS = {**PHOTOS, "clients": 160, "unseen": 40, "cohort": 20, "partition": "natural"}
 
 
-def _flag(text: str) -> bool:
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def dataset(
@@ -77,20 +76,16 @@ def dataset(
 ) -> Callable[[Finder], Finder]:
     """Add the decorated function to the datasets; its keyword arguments are the options.
 
-    Args:
-        name: how the dataset is asked for.
-        description: one line.
-        options: what each keyword argument means; with it, how its text is read where its default's type does not say.
-        defaults: see `Info`, as for the next two.
-        variants: likewise.
-        files: likewise.
+    `options` says what each of them means and, where its default's type does not say, how its text is read. The rest is
+    described in `Info`.
     """
 
     def add(find: Finder) -> Finder:
         known = {}
         for key, told in (options or {}).items():
             default = inspect.signature(find).parameters[key].default
-            by_type: Callable[[str], Any] = {bool: _flag, int: int}.get(type(default), str)  # type: ignore[assignment]
+            kinds: dict[type, Callable[[str], Any]] = {bool: lambda text: _TRUTHS[text.lower()], int: int}
+            by_type = kinds.get(type(default), str)
             text, parse = (told, by_type) if isinstance(told, str) else told
             known[key] = DatasetOption(default, text, parse)
         FORMATS.add(name, Info(name, description, find, known, dict(defaults or {}), variants, files), find.__module__)
