@@ -541,6 +541,10 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["predict", "run", "--data", "x", "--coverage", "x"], ["--coverage is 'x', but must be a number"]),
     (["bench", "--device", "tpu"], ["--device is 'tpu', but must be one of auto, cpu, cuda"]),
     (["federate", "rows", "run", "north", "few"], ["ROWS is 'few', but must be a whole number from 1 to"]),
+    (["report", "x", "--out"], ["option '--out' requires an argument; --help says what goes there"]),
+    (["methods", "--json=x"], ["option '--json' does not take a value; "]),
+    (["predict", "a", "b", "--data", "x"], ["got unexpected extra argument (b); metavd predict --help"]),
+    (["report", "x", "--out", "folder"], ["--out: file 'folder' is a directory, but must be a file"]),
     (["compare", "fedavg", "fedprox", "--set", "lrr=3"], ["'lrr'", "lr"]),
     (["compare", "fedavg", "--set", "cohort=30"], ["cohort is 30", "24 clients"]),
 ]  # fmt: skip
