@@ -515,6 +515,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "--config", "unknown.toml"], ["'colour'"]),
     (["run", "--set", "lr"], ["'lr'", "key=value"]),
     (["run", "--set", "=3"], ["'=3'", "key=value"]),
+    (["run", "fedavg", "lr=0.1", "lr=0.2"], ["lr is given twice, as lr=0.1 and as lr=0.2; say it once"]),
     (["run", "fedavg", "--baseline", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["methods", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["rnu"], ["there is no command 'rnu'; did you mean run"]),
