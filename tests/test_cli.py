@@ -515,6 +515,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "--config", "unknown.toml"], ["'colour'"]),
     (["run", "--set", "lr"], ["'lr'", "key=value"]),
     (["run", "--set", "=3"], ["'=3'", "key=value"]),
+    (["run", "fedavg", "lr=0.1", "lr=0.2"], ["lr is given twice, as lr=0.1 and as lr=0.2; say it once"]),
     (["run", "fedavg", "--baseline", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["methods", "fedavgg"], ["'fedavgg'", "fedavg"]),
     (["rnu"], ["there is no command 'rnu'; did you mean run"]),
@@ -541,6 +542,10 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["predict", "run", "--data", "x", "--coverage", "x"], ["--coverage is 'x', but must be a number"]),
     (["bench", "--device", "tpu"], ["--device is 'tpu', but must be one of auto, cpu, cuda"]),
     (["federate", "rows", "run", "north", "few"], ["ROWS is 'few', but must be a whole number from 1 to"]),
+    (["report", "x", "--out"], ["option '--out' requires an argument; --help says what goes there"]),
+    (["methods", "--json=x"], ["option '--json' does not take a value; "]),
+    (["predict", "a", "b", "--data", "x"], ["got unexpected extra argument (b); metavd predict --help"]),
+    (["report", "x", "--out", "folder"], ["--out: file 'folder' is a directory, but must be a file"]),
     (["compare", "fedavg", "fedprox", "--set", "lrr=3"], ["'lrr'", "lr"]),
     (["compare", "fedavg", "--set", "cohort=30"], ["cohort is 30", "24 clients"]),
 ]  # fmt: skip

@@ -78,6 +78,21 @@ def test_from_a_run_to_answers(metavd: Metavd, trained: Path, rows: Path) -> Non
         np.testing.assert_allclose([float(row[name]) for row in table], values, rtol=1e-6)
 
 
+def test_text_labels_and_names_of_clients_are_found_by_name(metavd: Metavd) -> None:
+    """What a run was trained on can be personalised to and answered, in the same words."""
+    x = np.random.default_rng(0).normal(size=(60, 3))
+    np.savez(
+        "words.npz", x=x, y=np.where(x[:, 0] > 0, "yes", "no"), client=np.array(["ann", "bob", "cy"])[np.arange(60) % 3]
+    )
+    run(method="fedavg", data="npz:words.npz", rounds=1, out="words")
+    assert metavd("personalize", "words", "--data", "npz:words.npz", "--client", "bob", "--out", "bob").status == 0
+    done = metavd("predict", "bob", "--data", "npz:words.npz")
+    assert (done.status, [row["label"] for row in read(done.out)]) == (0, np.load("words.npz")["y"].tolist())
+    np.savez("other.npz", x=x, y=np.full(60, "maybe"))
+    done = metavd("predict", "bob", "--data", "npz:other.npz")
+    assert (done.status, "has a class 'maybe', but the model knows no, yes" in done.err) == (2, True)
+
+
 def test_every_person_of_the_rows_gets_a_model(metavd: Metavd, trained: Path, rows: Path) -> None:
     """DIR/client-ID each; without --out below the run, and never over another."""
     assert metavd("personalize", trained, "--data", f"npz:{rows}", "--out", "all").status == 0

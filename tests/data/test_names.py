@@ -121,6 +121,20 @@ def test_what_was_chosen_is_said_before_the_first_round() -> None:
     assert result["names"] == {"clients": ["art", "cartoon", "sketch", "photo"], "classes": ["cat", "dog"]}
 
 
+def test_clients_that_are_not_used_are_told() -> None:
+    """Of clients with one row each a single one takes part, and there is nothing to measure: neither goes unsaid."""
+    from metavd.runs.settings import Experiment
+    from metavd.runs.setup import prepare
+
+    x = np.random.default_rng(0).normal(size=(40, 3))
+    setup = prepare(Experiment(), arrays(x, (x[:, 0] > 0).astype(int), client=np.arange(40)))
+    assert setup.notes[0] == (
+        "1 of the data's own clients takes part; 0 more are left out and only tested; "
+        "39 are not used (clients=NUMBER takes more, 40 of all clients have one row only)"
+    )
+    assert "no client that takes part has a test row, so nothing is measured on them" in setup.notes
+
+
 def test_ticks_of_the_picture_are_the_names() -> None:
     """One tick for each client and each class, at whole places."""
     axes = clients_figure(federate(four(), "natural", clients=3, unseen="sketch", seed=0)).axes[1]

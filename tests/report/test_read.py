@@ -122,6 +122,16 @@ def test_unfinished_runs_are_noted_where_others_are_finished(one, tmp_path):
         read_runs([tmp_path / "two"])
 
 
+def test_personalised_models_below_a_run_are_no_runs(one, tmp_path):
+    """Where `metavd personalize` puts models by default, beside a configuration, nothing is to be run to its end."""
+    run = shutil.copytree(one, tmp_path / "run")
+    (run / "personal" / "client-1").mkdir(parents=True)
+    for name in ("config.toml", "model.json"):
+        (run / "personal" / "client-1" / name).write_text("")
+    found, notes = read_runs([run])
+    assert (len(found), notes) == (1, [])
+
+
 def test_folders_that_hold_no_run_are_refused(tmp_path):
     """Nothing, an empty folder and a file are told apart from runs in one sentence."""
     (tmp_path / "file").write_text("x")

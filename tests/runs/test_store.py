@@ -78,7 +78,7 @@ def test_missing_rounds_are_none(tmp_path: Path) -> None:
     assert Store(tmp_path).read_rounds() == []
 
 
-@pytest.mark.parametrize("line", ["3", "[]", "null", '"text"'])
+@pytest.mark.parametrize("line", ["3", "[]", "null", '"text"', '{"round": "x"}'])
 def test_lines_that_are_no_records(store: Store, line: str) -> None:
     """A damaged line that happens to be JSON counts as damage too."""
     store.add_round({"round": 1})

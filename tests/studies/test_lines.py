@@ -176,3 +176,12 @@ def test_the_stores_in_the_repository_are_whole(name: str) -> None:
     found = read(ROOT / "results" / f"{name}.jsonl", scopes.pop(), notes.append)
     assert notes == []
     assert len(found) == len(rows)
+
+
+def test_another_file_is_no_store(tmp_path: Path) -> None:
+    """A table named by mistake is refused before anything is added to it; half a line of ours is no other file."""
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(StoreError, match="holds no JSON line; name stores of metavd"):
+        read(tmp_path / "table.csv")
+    (tmp_path / "half.jsonl").write_text('{"scope": ')
+    assert read(tmp_path / "half.jsonl") == {}

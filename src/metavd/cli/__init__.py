@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except click.BadParameter as error:
         _fail(_sentence(error), 2)
+    except click.UsageError as error:  # a value too many or too few; click names it, and not what would be right
+        where = "" if error.ctx is None else f"{error.ctx.command_path} "
+        _fail(f"{_plain(error.format_message())}; {where}--help says what goes there", 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except UserError as error:
@@ -135,6 +138,10 @@ def _interrupt(*_: object) -> None:
 def _sentence(error: click.BadParameter) -> str:
     """Name the value and what would be right, where an option is a number or a choice; other mistakes click names."""
     kind = None if error.param is None else error.param.type
+    if error.param is not None and isinstance(kind, click.Path):  # click: "File 'x' is a directory."
+        right = " or ".join(["a file"] * kind.file_okay + ["a folder"] * kind.dir_okay)
+        there = " that exists" if kind.exists else ""
+        return f"{_name(error)}: {_plain(error.message)}, but must be {right}{there}"
     value, refused, _ = error.message.rpartition(" is not ")  # so click says it of all these types
     if error.param is None or not refused:
         return error.format_message()
@@ -148,6 +155,15 @@ def _sentence(error: click.BadParameter) -> str:
     else:
         return error.format_message()
     return f"{_name(error)} is {value}, but must be {right}"
+
+
+def _plain(text: str) -> str:
+    """Return click's sentence as the beginning of ours.
+
+    >>> _plain("File 'x' is a directory.")
+    "file 'x' is a directory"
+    """
+    return f"{text[:1].lower()}{text[1:].rstrip('.')}"
 
 
 def _name(error: click.BadParameter) -> str:

@@ -211,7 +211,9 @@ def settings_of(config: str | None, pairs: Sequence[str], given: Mapping[str, An
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise SpecError(f"--set got {pair!r}, but needs key=value, for example --set lr=0.05")
-        said[key.strip().replace("-", "_")] = value.strip()
+        key, value = key.strip().replace("-", "_"), value.strip()
+        if said.setdefault(key, value) != value:
+            raise SpecError(f"{key} is given twice, as {key}={said[key]} and as {key}={value}; say it once")
     values |= said
     given = {key: value for key, value in given.items() if value is not None}
     if "root" in values and click.get_current_context().get_parameter_source("root") is ParameterSource.ENVIRONMENT:

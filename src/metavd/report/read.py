@@ -166,7 +166,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
         below[:] = sorted(each for each in below if each not in _NOT_RUNS and not each.startswith("."))
         if depth >= _DEPTH:
             below.clear()
-        if "config.toml" in files or "result.json" in files:
+        if {"config.toml", "result.json"} & set(files) and "model.json" not in files:  # which a personalised model has
             yield Path(place)
 
 

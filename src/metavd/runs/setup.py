@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -143,8 +144,9 @@ def prepare(
     notes = collection.told(data, federation)
     named = 0 < len(federation.names) <= collection.SHOWN
     if e.partition == "natural" and not named:
-        new = f"{federation.num_unseen} more {'is' if federation.num_unseen == 1 else 'are'} left out and only tested"
-        notes.insert(0, f"{federation.num_clients} of the data's own clients take part; {new}")
+        notes.insert(0, _owners_told(data, federation))
+    if not sealed and not any(map(len, federation.test[: federation.num_clients])):
+        notes.append("no client that takes part has a test row, so nothing is measured on them")
     if e.partition == "natural" and e.cohort == e.clients:
         notes.append(f"all {e.clients} clients take part in every round (cohort={e.cohort})")
     if e.weights:
@@ -160,6 +162,19 @@ def prepare(
         how = f"vmap in groups of {grain} (chunk={grain})" if grain else e.backend
         notes.append(f"{ranks.size} rank{'s share' if ranks.size > 1 else ' has'} every cohort of {e.cohort}, {how}")
     return Setup(e, data.defaults, rows, built, here, notes, ranks)
+
+
+def _owners_told(data: Collection, federation: Federation) -> str:
+    """Say how many of the data's own clients take part, and of one dataset how many do not."""
+    known, new = federation.num_clients, federation.num_unseen
+    text = f"{known} of the data's own clients take{'s' * (known == 1)} part; "
+    text += f"{new} more {'is' if new == 1 else 'are'} left out and only tested"
+    if len(data.sources) > 1 or data.sources[0].client is None:
+        return text
+    rows = np.unique(data.sources[0].client, return_counts=True)[1]
+    away, single = len(rows) - len(federation.train), int((rows == 1).sum())
+    alone = f", {single} of all clients have one row only" if single else ""
+    return text + (f"; {away} are not used (clients=NUMBER takes more{alone})" if away > 0 else "")
 
 
 def _layers_told(built: Task) -> str:

@@ -143,7 +143,7 @@ class Store:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 break  # a line that a crash cut short: nothing after it counts
-            if not isinstance(record, dict) or "round" not in record:
+            if not isinstance(record, dict) or not isinstance(record.get("round"), int):
                 break
             records.append(record)
         return records

@@ -139,7 +139,7 @@ def samples(
         given: what `data.collection.load` takes, one dataset only, and also an .npz without labels and a folder with
             pictures directly in it; or a source, or arrays.
         takes: what the model takes, see `blank`.
-        classes: the names of its K classes. A folder's classes are found by their names, all others by their numbers.
+        classes: the names of its K classes. Labels that are texts are found by them, all others by their numbers.
         data: what the model was trained on; a folder is read with the same options as the one that it was.
         domain: of a model of several datasets, which of them the rows are like; by default that of the same name.
         root: where the files of datasets are.
@@ -152,6 +152,7 @@ def samples(
     look = takes if number is None else takes.domains[number]
     first = 0 if number is None else takes.domains[number].first_class
     labels: list[str] | None = None
+    y: np.ndarray | None = None
     client: ArrayLike | None = None
     test = files = None
     if part is not None and part.name == "npz":
@@ -161,10 +162,8 @@ def samples(
         like = _part(data, number or 0)
         options = (like.options if like is not None and like.name == "folder" else {}) | part.options
         x, labels, client, test, files = _folder(Path(part.path).expanduser(), options, takes)
-        y = None if labels is None else _numbers(labels, classes[first : first + look.num_classes], part.path)
     elif part is not None and part.name in ("table", "text"):
         x, labels, client, test = _prepared(part, _part(data, 0), takes)
-        y = None if labels is None else _numbers(labels, classes, part.path)
     elif isinstance(given, tuple):
         x, y = np.asarray(given[0]), None if given[1] is None else np.asarray(given[1])
     else:
@@ -172,12 +171,16 @@ def samples(
         x, y, client, test = found.x, found.y, found.client, found.test
         if client is not None and found.client_names:
             client = [found.client_names[number] for number in client]
-        if found.classes:
-            y = _numbers([found.classes[label] for label in y], classes[first : first + look.num_classes], name)
+        labels = [found.classes[label] for label in y] if found.classes else None
+    if y is not None and y.dtype.kind in "OSU":
+        labels = [words_of(each) for each in y.tolist()]
+    if labels is not None:
+        place = name if part is None else part.path or name
+        y = _numbers(labels, classes[first : first + look.num_classes], place)
     x = fit(x, takes, name)
     if y is not None:
         y = _fitting(y, len(x), look.num_classes, name) + first
-    who = None if client is None else [str(each) for each in _beside(client, len(x), "iuO", "client", name).tolist()]
+    who = None if client is None else [str(each) for each in _beside(client, len(x), "iuOU", "client", name).tolist()]
     held = None if test is None else _beside(test, len(x), "b", "test", name)
     return Samples(name, x, y, who, held, files, number)
 
@@ -288,7 +291,7 @@ def _beside(value: ArrayLike, rows: int, kinds: str, what: str, name: str) -> np
 
 
 def _numbers(labels: Sequence[str], known: Sequence[str], place: str) -> np.ndarray:
-    """Return the model's class numbers of folders' names."""
+    """Return the model's numbers of classes by name."""
     unknown = sorted(set(labels) - set(known))
     if unknown:
         raise UserError(f"{place} has a class {unknown[0]!r}, but the model knows {some(known)}")

@@ -56,12 +56,17 @@ def identity(settings: Mapping[str, Any], scope: str = "") -> str:
 
 
 def rows(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each line of a file; None where a line is no JSON, such as half of one."""
+    """Yield number and value of each line of a file; None where a line is no JSON, such as half of one.
+
+    A file none of whose lines even begins like one of ours is somebody's other file, which must not be added to.
+    """
     file = Path(path)
     try:
         found = file.read_bytes().split(b"\n") if file.exists() else []
     except OSError as error:
         raise StoreError(f"cannot read the store {file}: {error.strerror}") from None
+    if any(map(bytes.strip, found)) and not any(row.startswith(b"{") for row in found):
+        raise StoreError(f"{file} holds no JSON line; name stores of metavd, such as results/arena.jsonl")
     for number, row in enumerate(found, 1):
         if row.strip():
             try:

@@ -67,10 +67,7 @@ def _figures(value: Any) -> Any:
 
 def _stores(into: Path, others: Sequence[Path]) -> Merged:
     def lines(path: Path) -> list[tuple[str, Line]]:
-        found = [value for _, value in rows(path) if isinstance(value, dict)]
-        if not found and path.stat().st_size:
-            raise UserError(f"{path} holds no JSON line; name stores of metavd, such as results/arena.jsonl")
-        return [(_name(line), line) for line in found]
+        return [(_name(line), line) for _, line in rows(path) if isinstance(line, dict)]
 
     there = dict(lines(into)) if into.exists() else {}
     new = [line for other in others for line in lines(other)]
