@@ -223,6 +223,16 @@ def test_a_longer_run_has_the_bits_of_one_from_the_start(method: str, more: dict
     assert not any("beta_ramp" in note for note in heard.notes)
 
 
+def test_a_checkpoint_of_other_settings_goes_on_as_no_other_run(tmp_path: Path) -> None:
+    """A config.toml that was edited after its run makes neither a shorter run of this one nor this one."""
+    settings = SHORT | {"method": "fedavg", "lr": 0.05}
+    run(**settings, out=tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.05", "lr = 0.5"))
+    with pytest.raises(UserError, match=r"another run's \(spec \w+, and this run has \w+\)"):
+        run(**settings | {"rounds": 7, "lr": 0.5}, out=tmp_path / "run", resume=True)
+
+
 def test_a_longer_run_whose_schedule_depends_on_the_total_says_so(tmp_path: Path) -> None:
     heard = Heard()
     settings = SHORT | {"method": "reptile+metavd", "beta_ramp": 0.5}

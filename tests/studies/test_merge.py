@@ -64,7 +64,7 @@ def test_another_result_of_the_same_run_is_named_and_nothing_is_overwritten(tmp_
     here.write_text(json.dumps(line) + "\n")
     same.write_text(json.dumps(line | {"date": "2", "seconds": 5}) + "\nhalf a li")
     other.write_text(json.dumps(line | {"result": {"x": 2}}) + "\n" + json.dumps(line | {"id": "cd"}) + "\n")
-    assert merge(here, [same, other]) == Merged(1, 1, ["maml, seed 3, ab"])
+    assert merge(here, [same, other]) == Merged(1, 1, ["maml, seed 3, ab: the same run, other figures"])
     assert [json.loads(text)["result"]["x"] for text in here.read_text().splitlines()] == [1, 1]
     with pytest.raises(SystemExit) as ended:
         main(["merge", str(here), str(other)])
@@ -78,7 +78,9 @@ def test_folders_whose_figures_differ_are_named(tmp_path: Path) -> None:
     file = tmp_path / "b" / "run" / "result.json"
     result = json.loads(file.read_text())
     file.write_text(json.dumps(result | {"model_sha256": "0" * 64}))
-    assert merge(tmp_path / "a", [tmp_path / "b"]) == Merged(0, 0, ["run"])
+    assert merge(tmp_path / "a", [tmp_path / "b"]) == Merged(0, 0, ["run: the same run, other figures"])
+    file.write_text(json.dumps(result | {"spec": "0" * 64}))
+    assert merge(tmp_path / "a", [tmp_path / "b"]) == Merged(0, 0, ["run: another run is at that place"])
 
 
 def test_what_cannot_be_merged_is_explained(tmp_path: Path) -> None:

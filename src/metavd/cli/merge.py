@@ -17,9 +17,9 @@ def merge_command(*, into: str, others: tuple[str, ...]) -> None:
     """Join finished runs from several machines: stores (files of JSON lines), or folders of runs.
 
     What INTO lacks is added. What is there already must be the same run with the same figures; where it is not, INTO
-    keeps its own, the run is named, and the exit status is 1.
+    keeps its own, the run is named with what differs, and the exit status is 1.
     """
     merged = later.studies_merge.merge(Path(into), [Path(each) for each in others])
     click.echo(f"{into}: {merged.added} added, {merged.same} there already")
     if merged.differ:
-        raise FailedError("the same run, other figures: " + "; ".join(merged.differ))
+        raise FailedError(f"{into} keeps its own: " + "; ".join(merged.differ))

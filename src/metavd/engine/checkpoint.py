@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,13 @@ def _rounds(folder: Path) -> list[int]:
     return sorted((int(match[1]) for match in names if match), reverse=True)
 
 
-def _check_run(path: Path, words: Mapping[str, str], spec: str | None, seed: int | None) -> None:
-    for name, wanted in (("seed", seed), ("spec", spec)):
+def _check_run(path: Path, words: Mapping[str, str], specs: Sequence[str], seed: int | None) -> None:
+    for name, wanted in (("seed", [] if seed is None else [str(seed)]), ("spec", specs)):
         there = words.get(name)
-        if wanted is not None and there is not None and there != str(wanted):
+        if wanted and there is not None and there not in wanted:
             raise UserError(
-                f"the checkpoint {path} is another run's ({name} {there}, and this run has {wanted}); take it away, or "
-                "put back your copy of this run's"
+                f"the checkpoint {path} is another run's ({name} {there}, and this run has {wanted[0]}); take it away, "
+                "or put back your copy of this run's"
             )
 
 
@@ -118,19 +118,19 @@ def load_checkpoint(
     report: Callable[[str], None] = lambda _: None,
     round: int | None = None,
     *,
-    spec: str | None = None,
+    specs: Sequence[str] = (),
     seed: int | None = None,
 ) -> tuple[ServerState, dict[str, Any]] | None:
     """Return the newest sound checkpoint, or that of a round, and the caller's additions, or None.
 
-    Each damaged one is named to `report`. One that names another `spec` or `seed` than these is another run's, and
-    refused.
+    Each damaged one is named to `report`. One of another `seed`, or of none of these `specs` (empty: any), is another
+    run's, and refused.
     """
     for found in _rounds(folder) if round is None else [each for each in _rounds(folder) if each == round]:
         path = _path(folder, found)
         try:
             flat, words = load(CHECKPOINT, path.read_bytes())
-            _check_run(path, words, spec, seed)
+            _check_run(path, words, specs, seed)
             if int(flat["round"]) != found:
                 raise ValueError(f"it is of round {int(flat['round'])}")
             return _state({name: value.to(device) for name, value in flat.items()}), json.loads(words["extra"])

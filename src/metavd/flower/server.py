@@ -199,7 +199,7 @@ def _task(config: RunConfig, e: Experiment, takes: Source) -> Task:
 
 def _run(fleet: Fleet, setup: FederationSetup, store: Store) -> dict[str, Any]:
     e = setup.experiment
-    found = load_checkpoint(store.checkpoint, report=_LOG.warning, spec=spec_hash(e), seed=e.seed)
+    found = load_checkpoint(store.checkpoint, report=_LOG.warning, specs=[spec_hash(e)], seed=e.seed)
     state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
     store.cut_rounds(int(state.round))
     privacy = setup.task.algorithm.privacy

@@ -96,7 +96,7 @@ def _followed(setup: Setup, ranks: Ranks, store: Store) -> _Begun | dict[str, An
     if isinstance(round, dict):
         return round
     e = setup.experiment
-    found = load_checkpoint(store.checkpoint, e.device, round=round, spec=spec_hash(e), seed=e.seed)
+    found = load_checkpoint(store.checkpoint, e.device, round=round, specs=[spec_hash(e)], seed=e.seed)
     if found is None:
         raise FailedError(f"rank {ranks.rank} finds no checkpoint of round {round} in {store.folder}; "
                          "ranks on several machines need one folder that all of them see")  # fmt: skip
@@ -115,15 +115,18 @@ def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **give
         return stored(store, value, **given)
     with store.lock():
         known = store.is_run()
-        e, read = setup.experiment, partial(load_checkpoint, store.checkpoint, setup.experiment.device, listener.note)
-        if longer and (short := read(seed=e.seed)) is not None:
+        e = setup.experiment
+        read = partial(load_checkpoint, store.checkpoint, e.device, listener.note, seed=e.seed)
+        # Of the longer run it is where this process was killed just below, before the folder was named after it.
+        shorter = [spec_hash(replace(e, rounds=longer)), spec_hash(e)]
+        if longer and (short := read(specs=shorter)) is not None:
             # Its checkpoint names the shorter run; from here on it is this one's, which is not finished.
             save_checkpoint(store.checkpoint, *short, spec=spec_hash(e), seed=e.seed)
             store.result.unlink(missing_ok=True)
             for text in longer_told(e, longer):
                 listener.note(text)
         store.open(to_toml(e))
-        found = read(spec=spec_hash(e), seed=e.seed) if resume else None
+        found = read(specs=[spec_hash(e)]) if resume else None
         if resume and known and found is None:
             listener.note(f"{store.folder} holds no checkpoint of this run; it begins anew")
         if setup.ranks is not None:

@@ -23,12 +23,20 @@ _ASKED = ("id", "scope", "study", "method", "trial", "settings", "options", "fie
 """What names a line: its id, or, of a rung of tuning, what was tried."""
 
 
+class _Made(NamedTuple):
+    """A finished run's folder: the hash of its settings, and its result."""
+
+    spec: str
+    result: dict[str, Any]
+
+
 class Merged(NamedTuple):
     """What came of it."""
 
     added: int
     same: int
     differ: list[str]
+    """What `into` kept as it was, each with the reason."""
 
 
 def merge(into: Path, others: Sequence[Path]) -> Merged:
@@ -54,15 +62,20 @@ def _joined(there: dict[str, Any], new: Iterable[tuple[str, Any]], add: Callable
         elif _figures(there[name]) == _figures(what):
             same += 1
         else:
-            differ.append(name)
+            differ.append(f"{name}: {_reason(there[name], what)}")
     return Merged(added, same, differ)
+
+
+def _reason(there: Any, what: Any) -> str:
+    another = isinstance(there, _Made) and isinstance(what, _Made) and there.spec != what.spec
+    return "another run is at that place" if another else "the same run, other figures"
 
 
 def _figures(value: Any) -> Any:
     """Return what two makings of one run have in common."""
     if isinstance(value, Mapping):
         return {key: _figures(each) for key, each in value.items() if key not in _MADE}
-    return [_figures(each) for each in value] if isinstance(value, list) else value
+    return [_figures(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _stores(into: Path, others: Sequence[Path]) -> Merged:
@@ -85,7 +98,7 @@ def _folders(into: Path, others: Sequence[Path]) -> Merged:
         stores = {str(path.parent.relative_to(root)): Store(path.parent) for path in root.rglob("config.toml")}
         ended = {name: store for name, store in stores.items() if store.is_finished()}
         results = {name: (store.folder, store.read_result()) for name, store in ended.items()}
-        return {name: (folder, [result["spec"], result]) for name, (folder, result) in results.items()}
+        return {name: (folder, _Made(result["spec"], result)) for name, (folder, result) in results.items()}
 
     there = {name: what for name, (_, what) in found(into).items()} if into.exists() else {}
     sources: dict[str, Path] = {}
