@@ -383,6 +383,7 @@ def test_no_command_shows_the_help(metavd: Metavd, words: list[str]) -> None:
     outcome = metavd(*words)
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out == metavd(*words, "--help").out
+    assert not re.search(r"\.\.\.$", outcome.out.split("\nCommands:\n")[1], re.MULTILINE)  # no sentence is cut
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------

@@ -55,6 +55,13 @@ class CommandGroup(click.Group):
             raise UserError(f"there is no command {asked!r}; {nearest(args[0], known)}")
         return super().resolve_command(ctx, args)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, each with the whole first sentence of its help; click cuts it at the end of a line."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in found if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 FILE, FOLDER, PLACE = click.Path(dir_okay=False), click.Path(file_okay=False), click.Path()
 COUNT = click.IntRange(1, 1000)
