@@ -192,6 +192,25 @@ def test_a_round_without_a_quorum_is_tried_again_and_asks_only_the_others(federa
     assert [each["cohort"] for each in rounds_of(tmp_path / "run")] == [[0, 1, 2]] * 2
 
 
+def test_a_round_without_a_quorum_waits_for_a_node_that_is_away(federate):
+    """The node that left is not there for the next attempt at once; without waiting, that one was the last."""
+    nodes, left = shares(3), []
+
+    class Away(FakeGrid):
+        def get_node_ids(self):
+            nodes[1000].online = not left or time.monotonic() > left[0] + 3  # three times as long as an attempt
+            return super().get_node_ids()
+
+    def leave(message: Message) -> None:
+        if in_round(message, 1) and message.metadata.dst_node_id == 1000 and not left:
+            left.append(time.monotonic())
+            nodes[1000].online = False
+
+    result = federate(Away(nodes, before=leave), method="fedavg", quorum=3, repeats=1, **{"round-timeout": 1})
+    assert left
+    assert result["rounds"] == 2
+
+
 def test_a_run_without_a_quorum_stops_with_a_sentence(federate):
     def silent(reply: Message, _: int) -> Message | None:
         return reply if reply.metadata.message_type == MessageType.QUERY else None

@@ -71,8 +71,11 @@ class _Attempts:
 def collect(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerState, turns: dict[int, int]) -> Returned:
     """Ask clients until a quorum of good answers is there; `turns` are the clients' last rounds."""
     config, done, began = setup.config, int(state.round), time.monotonic()
-    have = _Attempts(turns)
-    for _ in range(config.repeats + 1):
+    have, needed = _Attempts(turns), 0
+    for attempt in range(config.repeats + 1):
+        if attempt:  # whose node is away fails at once, so that all attempts would be over before it is back
+            fleet.wait(done, enough=needed, least=0)
+            fleet.settle(done)
         _attempt(fleet, setup, guard, state, have)
         for client, why in (have.lost | have.refused).items():
             _LOG.warning("round %d goes on without client %d: %s", done + 1, client, why)
@@ -82,7 +85,6 @@ def collect(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerSta
         if len(have.good) >= needed:
             break
         _LOG.warning("round %d has %d good answers of %d that it needs", done + 1, len(have.good), needed)
-        fleet.settle(done)
     else:
         raise FederationError(
             f"round {done + 1} had {len(have.good)} good answers in {config.repeats + 1} attempts, but needs {needed}; "
