@@ -22,4 +22,4 @@ def merge_command(*, into: str, others: tuple[str, ...]) -> None:
     merged = later.studies_merge.merge(Path(into), [Path(each) for each in others])
     click.echo(f"{into}: {merged.added} added, {merged.same} there already")
     if merged.differ:
-        raise FailedError(f"{into} keeps its own: " + "; ".join(merged.differ))
+        raise FailedError(f"left as they are in {into}: " + "; ".join(merged.differ))

@@ -73,7 +73,7 @@ def collect(fleet: Fleet, setup: FederationSetup, guard: Guard, state: ServerSta
     config, done, began = setup.config, int(state.round), time.monotonic()
     have, needed = _Attempts(turns), 0
     for attempt in range(config.repeats + 1):
-        if attempt:  # whose node is away fails at once, so that all attempts would be over before it is back
+        if attempt:  # a client that is away fails at once: without waiting, every attempt is over before it is back
             fleet.wait(done, enough=needed, least=0)
             fleet.settle(done)
         _attempt(fleet, setup, guard, state, have)

@@ -115,18 +115,17 @@ def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **give
         return stored(store, value, **given)
     with store.lock():
         known = store.is_run()
-        e = setup.experiment
+        e, spec = setup.experiment, spec_hash(setup.experiment)
         read = partial(load_checkpoint, store.checkpoint, e.device, listener.note, seed=e.seed)
-        # Of the longer run it is where this process was killed just below, before the folder was named after it.
-        shorter = [spec_hash(replace(e, rounds=longer)), spec_hash(e)]
-        if longer and (short := read(specs=shorter)) is not None:
-            # Its checkpoint names the shorter run; from here on it is this one's, which is not finished.
-            save_checkpoint(store.checkpoint, *short, spec=spec_hash(e), seed=e.seed)
+        # The checkpoint names the shorter run, or already this one, where a process was killed in the next lines.
+        if longer and (short := read(specs=[spec_hash(replace(e, rounds=longer)), spec])) is not None:
+            # From here on it is this one's, which is not finished.
+            save_checkpoint(store.checkpoint, *short, spec=spec, seed=e.seed)
             store.result.unlink(missing_ok=True)
             for text in longer_told(e, longer):
                 listener.note(text)
         store.open(to_toml(e))
-        found = read(specs=[spec_hash(e)]) if resume else None
+        found = read(specs=[spec]) if resume else None
         if resume and known and found is None:
             listener.note(f"{store.folder} holds no checkpoint of this run; it begins anew")
         if setup.ranks is not None:

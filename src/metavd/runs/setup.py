@@ -171,6 +171,9 @@ def _owners_told(data: Collection, federation: Federation) -> str:
     text += f"{new} more {'is' if new == 1 else 'are'} left out and only tested"
     if len(data.sources) > 1 or data.sources[0].client is None:
         return text
+    dealt = (federation.train, federation.valid, federation.test, (federation.server,))
+    if sum(len(rows) for part in dealt for rows in part) == len(federation.source.y):  # then so is every client
+        return text
     rows = np.unique(data.sources[0].client, return_counts=True)[1]
     away, single = len(rows) - len(federation.train), int((rows == 1).sum())
     alone = f", {single} of all clients have one row only" if single else ""

@@ -21,13 +21,7 @@ _MADE = frozenset({"date", "device", "machine", "commit", "versions", "version",
 """What may differ between two lines, or results, of one run: where, when and in what time it was made."""
 _ASKED = ("id", "scope", "study", "method", "trial", "settings", "options", "fields", "round", "of", "seed")
 """What names a line: its id, or, of a rung of tuning, what was tried."""
-
-
-class _Made(NamedTuple):
-    """A finished run's folder: the hash of its settings, and its result."""
-
-    spec: str
-    result: dict[str, Any]
+_OTHER_FIGURES = "the same run, other figures"
 
 
 class Merged(NamedTuple):
@@ -50,8 +44,11 @@ def merge(into: Path, others: Sequence[Path]) -> Merged:
     return _folders(into, others) if others[0].is_dir() else _stores(into, others)
 
 
-def _joined(there: dict[str, Any], new: Iterable[tuple[str, Any]], add: Callable[[str, Any], None]) -> Merged:
-    """Add what is new; `there` and `new` are what must agree of a run, by name."""
+def _joined(
+    there: dict[str, Any], new: Iterable[tuple[str, Any]], add: Callable[[str, Any], None],
+    reason: Callable[[Any, Any], str] = lambda *_: _OTHER_FIGURES,
+) -> Merged:  # fmt: skip
+    """Add what is new; `there` and `new` are what must agree of a run, by name, and `reason` says why they do not."""
     added = same = 0
     differ = []
     for name, what in new:
@@ -62,20 +59,15 @@ def _joined(there: dict[str, Any], new: Iterable[tuple[str, Any]], add: Callable
         elif _figures(there[name]) == _figures(what):
             same += 1
         else:
-            differ.append(f"{name}: {_reason(there[name], what)}")
+            differ.append(f"{name}: {reason(there[name], what)}")
     return Merged(added, same, differ)
-
-
-def _reason(there: Any, what: Any) -> str:
-    another = isinstance(there, _Made) and isinstance(what, _Made) and there.spec != what.spec
-    return "another run is at that place" if another else "the same run, other figures"
 
 
 def _figures(value: Any) -> Any:
     """Return what two makings of one run have in common."""
     if isinstance(value, Mapping):
         return {key: _figures(each) for key, each in value.items() if key not in _MADE}
-    return [_figures(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_figures(each) for each in value] if isinstance(value, list) else value
 
 
 def _stores(into: Path, others: Sequence[Path]) -> Merged:
@@ -98,7 +90,7 @@ def _folders(into: Path, others: Sequence[Path]) -> Merged:
         stores = {str(path.parent.relative_to(root)): Store(path.parent) for path in root.rglob("config.toml")}
         ended = {name: store for name, store in stores.items() if store.is_finished()}
         results = {name: (store.folder, store.read_result()) for name, store in ended.items()}
-        return {name: (folder, _Made(result["spec"], result)) for name, (folder, result) in results.items()}
+        return {name: (folder, [result["spec"], result]) for name, (folder, result) in results.items()}
 
     there = {name: what for name, (_, what) in found(into).items()} if into.exists() else {}
     sources: dict[str, Path] = {}
@@ -107,7 +99,10 @@ def _folders(into: Path, others: Sequence[Path]) -> Merged:
         for name, (folder, what) in found(other).items():
             sources.setdefault(name, folder)
             new.append((name, what))
-    return _joined(there, new, lambda name, _: _copy(sources[name], into / name))
+    return _joined(
+        there, new, lambda name, _: _copy(sources[name], into / name),
+        lambda ours, theirs: _OTHER_FIGURES if ours[0] == theirs[0] else "another run is at that place",
+    )  # fmt: skip
 
 
 def _copy(folder: Path, to: Path) -> None:
