@@ -29,7 +29,7 @@ venv: $(STAMP) ## create .venv and install the package and its tools (again only
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): two to three minutes with a CPU build of torch, longer when a CUDA build is downloaded"
+	@echo "installing into $(VENV): one to three minutes with a CPU build of torch, longer when a CUDA build is downloaded"
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 
