@@ -226,6 +226,19 @@ def test_a_gpu_has_its_own_large_cohorts(tmp_path):
     assert "| fedavg | 10 | all | failed |  |  |  |  |" in text
 
 
+def test_a_round_of_every_method_stands_beside_its_kernels(tmp_path):
+    """Whoever reads sees whether a round waits for the host; a method that failed has no figure."""
+    failed = asdict(Point("pfedgp", 100, device="cuda")) | {"machine": "a gpu", "error": "no"}
+    pieces = {"methods": [point("a gpu", device="cuda", backend="vmap", kernels_s=0.02, cuda_mb=900.0), failed]}
+    (tmp_path / "bench-cuda.json").write_text(json.dumps(found("cuda", scale=pieces)))
+    write_page(tmp_path / "page.md", tmp_path)
+    text = (tmp_path / "page.md").read_text()
+    assert "### Every method" in text
+    assert "| method | backend | start s | ms per round | kernels ms |" in text
+    assert "| fedavg | vmap | 1.0 (0.5) | 30 (20) | 20 | 0.10 (0.05) | 400 | 900 |" in text
+    assert "| pfedgp |  | failed |" in text
+
+
 def test_a_workload_beside_a_load_stands_beside_the_other(tmp_path):
     """Law: neither takes the other's place, and the heading says which is which."""
     quiet = found("cpu")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from metavd import methods
 from metavd.bench import measure, scale, whole
 from metavd.bench.measure import (
     OURS,
@@ -352,6 +353,9 @@ def test_what_grows_is_what_the_issue_of_scale_asks():
     assert [each.ranks for each in scale.KINDS["cpu"]["ranks"]] == [1, 2, 4]
     on_gpu = scale.points("large", "cuda", quick=False)
     assert {(each.device, each.model, each.width, each.shape) for each in on_gpu} == {("cuda", "cnn", 64, (3, 32, 32))}
+    assert {name.partition("+")[0] for name in methods.NAMES} <= {
+        each.method for each in scale.points("methods", "cuda", quick=False)
+    }
 
 
 def test_a_large_cohort_of_small_images_is_measured():
@@ -363,6 +367,17 @@ def test_a_large_cohort_of_small_images_is_measured():
     assert found["first_s"] > 0
     assert "cuda_mb" not in found
     assert str(scale._source(replace(point, device="cuda")).x.dtype) == "uint8"
+
+
+@pytest.mark.parametrize("kind", ["heads", "methods"])
+def test_a_point_of_a_gpu_runs_on_a_cpu_when_it_is_narrow(kind):
+    """The last method is of a hypernetwork, the first keeps a head: both take their rounds, and no more than asked."""
+    wide = scale.points(kind, "cuda", quick=False)[-1]
+    narrow = {"clients": 8, "cohort": 4, "rows": 20, "classes": 12, "width": 8, "rounds": 2, "tested": 2}
+    shape = (3, 8, 8) if wide.model == "cnn" else wide.shape
+    found = scale.measured(replace(wide, device="cpu", shape=shape, **narrow))
+    assert found["round_s"] > 0
+    assert "kernels_s" not in found
 
 
 def test_beside_a_load_the_median_counts(monkeypatch):

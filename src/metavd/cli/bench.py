@@ -36,7 +36,7 @@ def _shown(arguments: list[str]) -> str:
 @click.command("bench")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option("--only", metavar="A,B", help="Only these: cifar, tiny, cohort, clients, width, many, "
-              "large; on cpu also ranks, start; on cuda paper, paper100, whole.")  # fmt: skip
+              "large, heads; on cpu also ranks, start; on cuda paper, paper100, methods, whole.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Few rounds: for direction, not for a page.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting of our engine; repeatable.")
 @click.option("--json", "place", type=FILE, metavar="FILE",
