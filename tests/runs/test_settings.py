@@ -283,6 +283,8 @@ def test_settings_from_a_file_and_from_text(tmp_path: Path) -> None:
         (b"rounds = ", "is not TOML"),
         (b"\xff", "is not TOML"),
         (b"rounds = 1\nrounds = 2", "is not TOML"),
+        (b"", "holds no settings"),
+        (b"[options]\n", "holds no settings"),
         (b"options = 3", "options"),
         (b"rounds = [1]", "rounds"),
         (b"[table]\nx = 1", "table"),

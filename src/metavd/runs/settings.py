@@ -362,6 +362,8 @@ def from_toml(path: Path) -> dict[str, Any]:
     """Read settings from a TOML file: fields at the top, options in [options] or at the top."""
     values = read_toml(path, "the configuration")
     options = values.pop("options", {})
+    if not values and not options:
+        raise SpecError(f"the configuration {path} holds no settings; write some, or put back your copy of it")
     if not isinstance(options, dict):
         raise SpecError(f"options in {path} is {options!r}, but must be a table [options]")
     for key, value in {**values, **options}.items():
