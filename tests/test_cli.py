@@ -489,8 +489,14 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "fedavg", "--set", "chort=3"], ["'chort'", "cohort"]),
     (["run", "fedavg", "--set", "beta=3"], ["'beta'", "fedavg"]),
     (["run", "fedavg", "--set", "lr=-1"], ["lr is -1", "at least 0"]),
-    (["run", "fedavg", "--set", "lr=inf"], ["lr is inf", "at least 0"]),
-    (["run", "fedavg", "--set", "lr=nan"], ["lr is nan", "at least 0"]),
+    (["run", "fedavg", "--set", "lr=inf"], ["lr is inf, but must be a finite number"]),
+    (["run", "fedavg", "--set", "lr=nan"], ["lr is nan, but must be a finite number"]),
+    (["run", "fedavg", "learning_rate=0.1"], ["no setting 'learning_rate' for fedavg; did you mean lr?"]),
+    (["run", "fedavg", "--learning-rate", "0.1"], ["no option --learning-rate; did you mean --set lr=VALUE?"]),
+    (["run", "fedavg", "--lr", "0.1"], ["no option --lr; did you mean --set lr=VALUE?"]),
+    (["run", "fedavg", "--num-rounds", "3"], ["no option --num-rounds; did you mean --rounds?"]),
+    (["tune", "fedavg", "--search", "learning-rate=1,2"], ["'learning_rate' to search for fedavg; did you mean lr?"]),
+    (["arena", "fedavg", "epochs=3"], ["is called 'epochs'; did you mean local_epochs?"]),
     (["run", "fedavg", "--set", "batch=x"], ["batch is 'x'", "a whole number"]),
     (["run", "--rounds", "0"], ["rounds is 0", "between 1 and"]),
     (["run", "--seed", "-1"], ["seed is -1", "between 0 and"]),
@@ -513,6 +519,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["run", "--config", "bad.toml"], ["bad.toml", "not TOML"]),
     (["run", "--config", "bytes.toml"], ["bytes.toml", "not TOML"]),
     (["run", "--config", "list.toml"], ["rounds", "list.toml"]),
+    (["run", "--config", "empty.toml"], ["empty.toml holds no settings"]),
     (["run", "--config", "unknown.toml"], ["'colour'"]),
     (["run", "--set", "lr"], ["'lr'", "key=value"]),
     (["run", "--set", "=3"], ["'=3'", "key=value"]),
@@ -558,6 +565,7 @@ def prepare_files() -> None:
     Path("file").write_text("mine")
     Path("bad.toml").write_text("rounds = [")
     Path("bytes.toml").write_bytes(b"\xff\xfe")
+    Path("empty.toml").touch()
     Path("list.toml").write_text("rounds = [1, 2]")
     Path("unknown.toml").write_text('colour = "red"')
     Path("infinite.toml").write_text("rounds = inf")
@@ -621,6 +629,24 @@ def test_folder_of_another_run(metavd: Metavd, tmp_path: Path) -> None:
             outcome = metavd("run", change[0], "--out", "run", *SHORT, *change[1:], *resume)
             refused(outcome, ["run holds another run", "fedavg on digits, seed 0", "another --out"])
     assert snapshot(tmp_path) == before
+
+
+def test_an_emptied_configuration_is_called_that(metavd: Metavd, tmp_path: Path) -> None:
+    """It is no other run, of all defaults."""
+    assert metavd("run", "fedavg", "--out", "run", *SHORT).status == 0
+    Path("run/config.toml").write_text("")
+    before = snapshot(tmp_path)
+    refused(metavd("run", "fedavg", "--out", "run", *SHORT, "--resume"), ["run/config.toml holds no settings"])
+    assert snapshot(tmp_path) == before
+
+
+def test_rounds_that_resuming_loses_are_told(metavd: Metavd) -> None:
+    assert metavd("run", "fedavg", "--out", "run", *SHORT).status == 0
+    Path("run/result.json").unlink()
+    Path("run/rounds.jsonl").write_text("spoilt\n")
+    outcome = metavd("run", "fedavg", "--out", "run", *SHORT, "--resume")
+    assert outcome.status == 0
+    assert "run/rounds.jsonl is damaged: it lacks 3 of 3 rounds, the first of them round 1" in outcome.err
 
 
 def test_folder_of_an_unfinished_run(metavd: Metavd, tmp_path: Path) -> None:

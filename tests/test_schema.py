@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 import pytest
 
+from metavd import methods
 from metavd.errors import SpecError, UserError
-from metavd.schema import Option, option, options
+from metavd.runs.settings import SETTINGS
+from metavd.schema import Option, called, meant, option, options
 
 
 @dataclass(frozen=True)
 class Parent:
-    rate: float = option(0.5, "a number", low=0, high=1, search=[0.1, 0.5], released=0.9)
+    rate: float = option(0.5, "a number", low=0, high=1, search=[0.1, 0.5], also=("speed",), released=0.9)
     steps: int = option(3, "a count", low=1)
 
 
@@ -58,8 +60,8 @@ def test_values_are_read_in_their_type(name: str, given: Any, read: Any) -> None
     [
         ("rate", "fast", "rate is 'fast', but must be a number"),
         ("rate", -1, "rate is -1, but must be at least 0"),
-        ("rate", float("inf"), "rate is inf, but must be at least 0"),
-        ("rate", float("nan"), "rate is nan, but must be at least 0"),
+        ("rate", float("inf"), "rate is inf, but must be a finite number"),
+        ("rate", float("nan"), "rate is nan, but must be a finite number"),
         ("steps", 2.5, "steps is 2.5, but must be a whole number"),
         ("steps", True, "steps is True, but must be a whole number"),
         ("steps", float("inf"), "steps is inf, but must be a whole number"),
@@ -77,6 +79,32 @@ def test_wrong_values_are_explained(name: str, given: Any, says: str) -> None:
         options(Child)[name].check(given)
     assert str(error.value) == says
     assert isinstance(error.value, UserError)
+
+
+def test_no_number_is_unbounded() -> None:
+    """Law: infinity is refused where there is no bound, too."""
+    for value in (float("inf"), float("-inf"), float("nan")):
+        with pytest.raises(SpecError, match="must be a finite number"):
+            Option("shift", 0.0, "a number").check(value)
+
+
+def test_what_others_call_an_option_leads_to_it() -> None:
+    """Law: also where a child has the option anew; and where nobody calls one so, the spelling decides."""
+    assert called("Speed", options(Child)) == ["rate"]
+    assert meant("speed", options(Child)) == "did you mean rate?"
+    assert meant("stps", options(Child)).startswith("did you mean steps")
+    with pytest.raises(SpecError, match="method 'fedavg' has no option 'learning_rate'; did you mean lr"):
+        methods.resolve("fedavg", {"learning_rate": 0.1})
+
+
+@pytest.mark.parametrize("name", methods.NAMES)
+def test_what_others_call_options_is_no_name_of_ours(name: str) -> None:
+    """Law: of one method each such word leads to one option, and is the name of none."""
+    known = {**SETTINGS, **methods.options_of(name)}
+    words = [word for each in known.values() for word in each.also]
+    assert {"learning_rate", "num_rounds"} <= set(words)
+    assert len(set(words)) == len(words)
+    assert not {*words} & {*known}
 
 
 def test_ranges_are_shown_as_one_would_type_them() -> None:

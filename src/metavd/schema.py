@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from inspect import Parameter, signature
 from types import MappingProxyType
@@ -57,6 +57,8 @@ class Option:
     """Checks a text by other rules and returns its canonical spelling."""
     foreign: str = ""
     """Why it cannot be set where clients are real, in half a sentence; empty where it can."""
+    also: tuple[str, ...] = ()
+    """What others call it: whoever writes that is led to its name."""
 
     @property
     def allowed(self) -> tuple[str, ...] | None:
@@ -80,7 +82,9 @@ class Option:
             return result
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
-        if not low <= result <= high or result == math.inf:
+        if not math.isfinite(result):
+            raise SpecError(f"{self.name} is {value}, but must be a finite number")
+        if not low <= result <= high:
             right = f"lie between {_plain(low)} and {_plain(high)}" if high < math.inf else f"be at least {_plain(low)}"
             raise SpecError(f"{self.name} is {value}, but must {right}")
         return result
@@ -135,13 +139,14 @@ def option(
     later: bool = False,
     canonical: Callable[[str], str] | None = None,
     foreign: str = "",
+    also: Sequence[str] = (),
     **presets: Value,
 ) -> Any:
     """Make a dataclass field of what `Option` describes; further keywords are presets: `released=-8.5`."""
     found = Option(
         "", default, help, low, high, choices, None if search is None else tuple(search),
         None if offered is None else tuple(offered), presets, share=share, names=names, runtime=runtime,
-        from_data=from_data, later=later, canonical=canonical, foreign=foreign,
+        from_data=from_data, later=later, canonical=canonical, foreign=foreign, also=tuple(also),
     )  # fmt: skip
     return field(default=default, metadata={"option": found})
 
@@ -157,7 +162,8 @@ def options(schema: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by name; a field that `option` did not make is none.
 
     The words that a field of a `Literal` type may be are its choices. What a dataclass names in `came_later` is a later
-    option of it, also where it inherits the field from one that always had it.
+    option of it, also where it inherits the field from one that always had it. Others call an option what they call
+    that of this name in the dataclasses that this one extends, too.
     """
     types = get_type_hints(schema)
     found = {}
@@ -168,8 +174,15 @@ def options(schema: Any) -> Mapping[str, Option]:
             later = told.later or each.name in getattr(schema, "came_later", ())
             choices = words if told.choices is None else told.choices
             default: Any = each.default  # another than the option's own, where `like` was given one
-            found[each.name] = replace(told, name=each.name, default=default, choices=choices, later=later)
+            also = tuple(dict.fromkeys(word for base in schema.__mro__ for word in _also(base, each.name)))
+            found[each.name] = replace(told, name=each.name, default=default, choices=choices, later=later, also=also)
     return MappingProxyType(found)
+
+
+def _also(schema: Any, name: str) -> tuple[str, ...]:
+    """Return what a dataclass says that others call its option of that name."""
+    named = (each for each in (fields(schema) if is_dataclass(schema) else ()) if each.name == name)
+    return tuple(word for each in named if "option" in each.metadata for word in each.metadata["option"].also)
 
 
 def numbers(text: str, build: Callable[..., Any], said: str, example: str) -> list[int | float]:
@@ -211,4 +224,25 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """
     every = list(known)
     close = difflib.get_close_matches(word, every, 3, 0.4) or difflib.get_close_matches(word.lower(), every, 3, 0.4)
-    return f"did you mean {' or '.join(close)}?" if close else otherwise or f"choose from {', '.join(every)}"
+    return asking(close) if close else otherwise or f"choose from {', '.join(every)}"
+
+
+def asking(words: Sequence[str]) -> str:
+    """Ask whether one of these words was meant."""
+    return f"did you mean {' or '.join(words)}?"
+
+
+def called(word: str, known: Mapping[str, Option]) -> list[str]:
+    """Return the options that a word names, as we or as others call them."""
+    word = word.lower().replace("-", "_")
+    return [name for name, each in known.items() if word in {name.replace("-", "_"), *each.also}]
+
+
+def meant(word: str, known: Mapping[str, Option]) -> str:
+    """Say which options a wrong name may have meant: those that others call so, else those spelt nearly so.
+
+    >>> known = {"batch": Option("batch", 64, "rows", also=("batch_size",)), "backend": Option("backend", "", "how")}
+    >>> meant("batch-size", known), meant("bach", known)
+    ('did you mean batch?', 'did you mean batch or backend?')
+    """
+    return asking(found) if (found := called(word, known)) else nearest(word, sorted(known))

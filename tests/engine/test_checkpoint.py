@@ -20,6 +20,7 @@ from metavd.container import dump, seal
 from metavd.core import rng
 from metavd.core.types import ServerState
 from metavd.engine.checkpoint import CHECKPOINT, KEEP, load_checkpoint, save_checkpoint, state_hash
+from metavd.errors import UserError
 
 
 def make_state(round: int = 3) -> ServerState:
@@ -252,6 +253,22 @@ def test_all_damaged(tmp_path: Path) -> None:
     said: list[str] = []
     assert load_checkpoint(tmp_path, report=said.append) is None
     assert [("round-000002" in text, "round-000001" in text) for text in said] == [(True, False), (False, True)]
+
+
+def test_another_run_s_is_refused(tmp_path: Path) -> None:
+    """It may be this run's and config.toml edited: the sentence says both."""
+    save_checkpoint(tmp_path, make_state(), {}, spec="aa", seed=1)
+    assert load_checkpoint(tmp_path, specs=["aa", "bb"], seed=1) is not None
+    with pytest.raises(
+        UserError, match=r"another run's \(spec aa, and this run has bb\), or the config.toml beside it"
+    ):
+        load_checkpoint(tmp_path, specs=["bb"], seed=1)
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").touch()
+    with pytest.raises(UserError, match="checkpoint is a file, but must be a folder of checkpoints"):
+        load_checkpoint(tmp_path / "checkpoint")
 
 
 def test_leftovers_are_no_checkpoints(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from metavd.runs.store import Store, StoreError
 
 RESULT = {
     "method": "fedavg", "data": "digits", "seed": 0, "rounds": 2, "test": {}, "unseen": {}, "bytes": {},
-    "sparsity": {}, "seconds": 1.0,
+    "sparsity": {}, "seconds": 1.0, "spec": "0" * 12,
 }  # fmt: skip
 
 
@@ -74,6 +74,21 @@ def test_half_a_line_is_no_line(store: Store, length: int) -> None:
     assert store.rounds.read_bytes() == whole
 
 
+def test_rounds_that_were_lost_are_told(store: Store) -> None:
+    """Law: what a cut finds damaged among the rounds to be kept is said; what a crash cut short after them is not."""
+    told: list[str] = []
+    for round in range(1, 5):
+        store.add_round({"round": round})
+    whole = store.rounds.read_text()
+    store.rounds.write_text(whole + '{"round": 5, "l')
+    store.cut_rounds(4, told.append)
+    assert told == []
+    store.rounds.write_text(whole.replace('"round": 3', '"round" 3'))
+    store.cut_rounds(4, told.append)
+    assert len(told) == 1
+    assert told[0].startswith(f"{store.rounds} is damaged: it lacks 2 of 4 rounds, the first of them round 3; ")
+
+
 def test_missing_rounds_are_none(tmp_path: Path) -> None:
     assert Store(tmp_path).read_rounds() == []
 
@@ -91,7 +106,17 @@ def test_lines_that_are_no_records(store: Store, line: str) -> None:
 # --- result.json -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", "null", '{"method": "fedavg"}'])
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"method"'])
+def test_a_result_that_is_no_object_is_called_that(store: Store, text: str) -> None:
+    store.result.write_text(text)
+    with pytest.raises(StoreError, match=r"result\.json is damaged \(it is no JSON object\)"):
+        store.read_result()
+
+
+NAMELESS = json.dumps({name: value for name, value in RESULT.items() if name != "spec"})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", "null", '{"method": "fedavg"}', NAMELESS])
 def test_damaged_result_is_named(store: Store, text: str) -> None:
     store.result.write_text(text)
     assert not store.is_finished(), "so that --resume writes it again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -410,6 +411,20 @@ def test_a_damaged_state_is_not_replaced_by_an_older_one(tmp_path: Path) -> None
     (tmp_path / "run" / "result.json").unlink()
     assert int(open_run(tmp_path / "run", note=notes.append).state.round) == 2
     assert "is not finished; its state of round 2 is used" in notes[-1]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, *, finished: bool) -> None:
+    """Law: a folder's own checkpoint alone is taken, whether or not there is a result to compare it with."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, lr in ((one, 0.1), (other, 0.2)):
+        run(method="fedavg", out=folder, **{**settings_of("fedavg"), "lr": lr})
+    for path in (other / "checkpoint").iterdir():
+        shutil.copy(path, one / "checkpoint")
+    if not finished:
+        (one / "result.json").unlink()
+    with pytest.raises(UserError, match=r"another run's \(spec \w+, and this run has \w+\)"):
+        open_run(one)
 
 
 def test_a_run_is_used_only_with_its_own_data_and_network(features: tuple[TrainedRun, Source], tmp_path: Path) -> None:

@@ -83,6 +83,20 @@ def test_folders_whose_figures_differ_are_named(tmp_path: Path) -> None:
     assert merge(tmp_path / "a", [tmp_path / "b"]) == Merged(0, 0, ["run: another run is at that place"])
 
 
+@pytest.mark.parametrize("spoilt", ["a", "b"])
+def test_a_result_that_lacks_its_spec_is_named(tmp_path: Path, spoilt: str) -> None:
+    """Law: a damaged result is passed over on neither side, and nothing is copied beside it."""
+    for name in ("a/run", "b/run", "b/more"):
+        main(["run", "fedavg", "--out", str(tmp_path / name), *SMALL, "--rounds", "1"])
+    file = tmp_path / spoilt / "run" / "result.json"
+    result = json.loads(file.read_text())
+    del result["spec"]
+    file.write_text(json.dumps(result))
+    with pytest.raises(UserError, match=rf"{spoilt}/run/result\.json is damaged \(it lacks spec\)"):
+        merge(tmp_path / "a", [tmp_path / "b"])
+    assert finished(tmp_path / "a") == ["run"]
+
+
 def test_what_cannot_be_merged_is_explained(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no JSON\n")
     (tmp_path / "folder").mkdir()

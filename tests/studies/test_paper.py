@@ -17,7 +17,7 @@ from metavd.engine.rounds import InterruptedRun, Silent
 from metavd.errors import SpecError, UserError
 from metavd.runs.store import Store
 from metavd.studies.lines import append, identity, read
-from metavd.studies.paper import digest
+from metavd.studies.paper import carry, digest
 from metavd.studies.paper.carry import run_missing
 from metavd.studies.paper.page import report
 from metavd.studies.paper.plan import needed, store_file
@@ -65,6 +65,7 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
     monkeypatch.setattr(digest, "run", made)
+    monkeypatch.setattr(carry, "find", lambda *_: [])  # no data are read
     return made
 
 
@@ -310,6 +311,32 @@ def test_a_run_without_data_stops_no_other(tmp_path: Path, runs: Runs) -> None:
     ]
     assert listener.told == ["T2 Reptile+VD cifar100 5 cannot be run: there are no files"]
     assert len(needed(["T2"], tmp_path / "s.jsonl").missing) == 1
+
+
+def test_data_that_are_not_there_are_told_once_and_before_the_first_run(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: their runs are left out, the others go on; where there are no others, that is the error."""
+
+    def find(data: str, root: str) -> None:
+        if data == "cifar100":
+            raise SourceError(f"no {data} in {root}")
+
+    monkeypatch.setattr(carry, "find", find)
+    told: list[str] = []
+    listener = Silent()
+    monkeypatch.setattr(listener, "note", told.append)
+    store = tmp_path / "s.jsonl"
+    part = {"listener": listener, "root": "here"}
+    outcome = run_missing(["T7", "T8", "T9"], store, rows=["FedAvg", "CIFAR-100"], **part)
+    assert told == ["3 of 9 runs are left out: no cifar100 in here"]
+    assert {asked["data"] for asked in runs.asked} == {"cifar10"}
+    assert [len(each) for each in (outcome.done, outcome.refused)] == [6, 3], "classes need no pictures"
+    work = tmp_path / "work"
+    with pytest.raises(SourceError, match=r"^no cifar100 in here$"):
+        run_missing(["T7", "T8"], store, rows=["FedAvg"], work=work, **part)
+    assert len(told) == 1
+    assert not work.exists()
 
 
 def test_settings_of_no_cell_are_refused(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 
 import click
 
+from .. import methods
 from ..errors import FailedError, UserError
-from ..schema import nearest
+from ..runs.settings import SETTINGS
+from ..schema import asking, called, nearest
 from ..version import VERSION
 from .terminal import CommandGroup, Reporter
 
@@ -100,11 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         cli.main(args=argv, prog_name="metavd", standalone_mode=False)
     except click.NoSuchOption as error:
-        known = (
-            [] if error.ctx is None else [each for one in error.ctx.command.get_params(error.ctx) for each in one.opts]
-        )
-        hint = nearest(error.option_name, [each for each in known if each.startswith("--")])
-        _fail(f"there is no option {error.option_name}; {hint}", 2)
+        _fail(f"there is no option {error.option_name}; {_meant(error)}", 2)
     except click.MissingParameter as error:
         _fail(
             f"{_name(error)} is missing; {error.ctx.command_path if error.ctx else 'metavd'} --help says what it is", 2
@@ -128,6 +126,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+
+
+def _meant(error: click.NoSuchOption) -> str:
+    """Say which option may have been meant, or which setting, where the command takes --set."""
+    params = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
+    known = [each for one in params for each in one.opts if each.startswith("--")]
+    every = dict(SETTINGS)
+    for entry in methods.entries().values():
+        every |= entry.options
+    found = called(error.option_name.lstrip("-"), every) if "--set" in known else []
+    own = {name: f"--{name.replace('_', '-')}" for name in found}
+    right = [option if option in known else f"--set {name}=VALUE" for name, option in own.items()]
+    return asking(right) if right else nearest(error.option_name, known)
 
 
 def _interrupt(*_: object) -> None:

@@ -128,7 +128,7 @@ def _run(
     if outcome.left:
         reporter.note(f"{len(outcome.left)} runs were not begun, for want of time; the same command goes on with them")
     if outcome.refused and not outcome.done and len(outcome.refused) == len(outcome.refused + outcome.elsewhere):
-        raise UserError(outcome.refused[0][1])
+        raise UserError(f"none of the {len(outcome.refused)} runs could be begun, for what is said above")
 
 
 def _print_list(

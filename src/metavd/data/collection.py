@@ -85,26 +85,31 @@ def _part(word: str) -> Part:
     return Part(name, path, formats.options(name, dict(pair.split("=", 1) for pair in pairs)))
 
 
-def load(text: str, root: Path | str = "data", note: Note = log, *, image_size: int = 0) -> Collection:
-    """Return the datasets of a text: your own from their paths, the others from the files below `root`.
-
-    Larger pictures of one dataset are brought to `image_size` here, so that the copy that is kept is small too.
-    """
-    root = Path(root)
-    sources, parts = [], parse(text)
-    for name, path, options in parts:
-        place = Path(path).expanduser() if path else root.expanduser()
+def find(text: str, root: Path | str = "data") -> list[formats.Unread]:
+    """Find the files of a text's datasets without reading them: your own at their paths, the others below `root`."""
+    found = []
+    for name, path, options in parse(text):
+        place = Path(path or root).expanduser()
         if not path and formats.info(name).files and not place.exists():
             fetch = f", or get them with metavd data fetch {name}" if name in formats.REMOTES else ""
             raise SourceError(
                 f"{name} is looked for below {place}, but there is no such folder; "
                 f"say where its files are with --root DIR or METAVD_DATA{fetch}."
             )
-        unread = formats.info(name).find(place, **options)
-        if image_size and len(parts) == 1 and unread.keep:
-            unread = _shrunk(unread, image_size)
-        sources.append(formats.cached(unread, root.expanduser() / CACHE, note))
-    return Collection(text, tuple(_told_apart(sources)), _settings_of_all(sources, [part.name for part in parts]))
+        found.append(formats.info(name).find(place, **options))
+    return found
+
+
+def load(text: str, root: Path | str = "data", note: Note = log, *, image_size: int = 0) -> Collection:
+    """Return the datasets of a text, see `find`.
+
+    Larger pictures of one dataset are brought to `image_size` here, so that the copy that is kept is small too.
+    """
+    found = find(text, root)
+    if image_size and len(found) == 1 and found[0].keep:
+        found = [_shrunk(found[0], image_size)]
+    sources = [formats.cached(unread, Path(root).expanduser() / CACHE, note) for unread in found]
+    return Collection(text, tuple(_told_apart(sources)), _settings_of_all(sources, [part.name for part in parse(text)]))
 
 
 def _shrunk(unread: formats.Unread, side: int) -> formats.Unread:

@@ -98,6 +98,8 @@ def _path(folder: Path, round: int) -> Path:
 
 def _rounds(folder: Path) -> list[int]:
     """Rounds of which there are checkpoints, newest first."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, but must be a folder of checkpoints; put back your copy, or take it away")
     names = (re.fullmatch(r"round-(\d{6,})\.safetensors", path.name) for path in folder.glob("round-*.safetensors"))
     return sorted((int(match[1]) for match in names if match), reverse=True)
 
@@ -107,8 +109,9 @@ def _check_run(path: Path, words: Mapping[str, str], specs: Sequence[str], seed:
         there = words.get(name)
         if wanted and there is not None and there not in wanted:
             raise UserError(
-                f"the checkpoint {path} is another run's ({name} {there}, and this run has {wanted[0]}); take it away, "
-                "or put back your copy of this run's"
+                f"the checkpoint {path} is another run's ({name} {there}, and this run has {wanted[0]}), or the "
+                "config.toml beside it was edited; put back your copy of what is not this run's, or take the "
+                "checkpoint away"
             )
 
 

@@ -19,7 +19,7 @@ from .. import methods
 from ..data.source import Source
 from ..errors import FailedError, SpecError, UserError
 from ..runs.settings import SETTINGS, Experiment, resolve, with_settings
-from ..schema import Option, like, nearest, option, options
+from ..schema import Option, like, meant, option, options
 from ..version import VERSION
 from ..wire import Limits
 
@@ -132,7 +132,7 @@ def _checked(what: str, keys: Mapping[str, Option], config: Mapping[str, Any]) -
     """Return the values of a config by the names of the schema's fields."""
     for key in config:
         if key not in keys:
-            raise FederationError(f"there is no {what} config key {key!r}; {nearest(key, keys)}")
+            raise FederationError(f"there is no {what} config key {key!r}; {meant(key, keys)}")
     return {key.replace("-", "_"): keys[key].check(value) for key, value in config.items()}
 
 

@@ -201,7 +201,7 @@ def _run(fleet: Fleet, setup: FederationSetup, store: Store) -> dict[str, Any]:
     e = setup.experiment
     found = load_checkpoint(store.checkpoint, report=_LOG.warning, specs=[spec_hash(e)], seed=e.seed)
     state, extra = found or (setup.task.algorithm.server.init(rng.key(e.seed)), {})
-    store.cut_rounds(int(state.round))
+    store.cut_rounds(int(state.round), _LOG.warning)
     privacy = setup.task.algorithm.privacy
     ledger = Ledger.opened(privacy, extra, None if setup.config.seeded_noise else store.folder / RELEASES)
     setup = replace(setup, asking=ledger.asking)

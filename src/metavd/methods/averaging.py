@@ -30,7 +30,8 @@ def fedavg(parts: Parts, o: Training) -> core.types.Algorithm:
 class FedProxOptions(Training):
     """FedAvg's, and the pull's weight."""
 
-    mu: float = option(0.1, "weight of the proximal term", low=0, search=[0.001, 0.01, 0.1, 1.0])
+    mu: float = option(0.1, "weight of the proximal term", low=0, search=[0.001, 0.01, 0.1, 1.0],
+                       also=("proximal_mu",))  # fmt: skip
 
 
 @base(

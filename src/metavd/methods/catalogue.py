@@ -229,7 +229,7 @@ def resolve(name: str, given: Mapping[str, Any] | None = None) -> dict[str, Valu
     known, given = options_of(name), dict(given or {})
     for key in given:
         if key not in known:
-            raise SpecError(f"method {name!r} has no option {key!r}; {schema.nearest(key, list(known))}")
+            raise SpecError(f"method {name!r} has no option {key!r}; {schema.meant(key, known)}")
     variant = str(VARIANT.check(given.get(VARIANT.name, VARIANT.default)))
     values = {key: option.presets.get(variant, option.default) for key, option in known.items()}
     return values | {key: known[key].check(value) for key, value in given.items()}

@@ -154,11 +154,13 @@ class Rates(Options):
 
     lr: float = option(
         0.02, "local learning rate; also of the inner step and of adaptation", low=0,
-        search=[round(0.005 * i, 3) for i in range(1, 7)],
+        search=[round(0.005 * i, 3) for i in range(1, 7)], also=("learning_rate", "client_lr", "local_lr", "step_size"),
     )  # fmt: skip
     clip: float = option(5.0, "largest norm of a local gradient", low=0)
     server_clip: float = option(100.0, "largest norm of the server's gradient", low=0)
-    server_lr: float = option(1.0, "server learning rate; 1 lands on the clients' mean", low=0)
+    server_lr: float = option(
+        1.0, "server learning rate; 1 lands on the clients' mean", low=0, also=("server_learning_rate", "global_lr")
+    )
     server_momentum: float = option(0.0, "server momentum", low=0, high=1)
     server_optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = option(
         "sgd", "the server's rule for the weights: server_lr and server_momentum, or an adaptive one (FedOpt)",
@@ -185,8 +187,10 @@ class Rates(Options):
 class Training(Rates):
     """Of bases that train on batches."""
 
-    batch: int = option(64, "samples in a local batch", low=1)
-    local_epochs: int = option(5, "passes over a client's data in a round", low=1)
+    batch: int = option(64, "samples in a local batch", low=1, also=("batch_size", "local_batch_size"))
+    local_epochs: int = option(
+        5, "passes over a client's data in a round", low=1, also=("epochs", "n_epochs", "num_epochs")
+    )
 
 
 @dataclass(frozen=True)

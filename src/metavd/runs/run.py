@@ -131,7 +131,7 @@ def _run(setup: Setup, store: Store, listener: Listener, *, resume: bool, **give
         if setup.ranks is not None:
             setup.ranks.all(int(found[0].round) if found else None)
         state, extra = (laid_out(setup, found[0]), found[1]) if found else (start(setup), {})
-        store.cut_rounds(int(state.round))
+        store.cut_rounds(int(state.round), listener.note)
         return stored(store, carry_out(_as_run(setup, store, listener), state, extra), **given)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .. import core, methods, models
 from ..errors import SpecError
-from ..schema import Option, nearest, option, options
+from ..schema import Option, meant, option, options
 
 
 def _test_rows() -> Sequence[str]:
@@ -54,12 +54,14 @@ class Experiment:
     """One run. Fields that are empty, 0 or -1 here take the dataset's default, see `resolve`."""
 
     method: str = option(
-        "reptile+metavd", "base[+regulariser][+option]; metavd methods lists all", canonical=methods.check
-    )
-    data: str = option("digits", "dataset, or several joined by +; metavd datasets lists all")
+        "reptile+metavd", "base[+regulariser][+option]; metavd methods lists all", canonical=methods.check,
+        also=("algorithm", "strategy"),
+    )  # fmt: skip
+    data: str = option("digits", "dataset, or several joined by +; metavd datasets lists all", also=("dataset",))
     root: str = option(
-        "data", "folder that holds the files of datasets and, in .cache, fast copies of them", runtime=True
-    )
+        "data", "folder that holds the files of datasets and, in .cache, fast copies of them", runtime=True,
+        also=("data_dir", "data_path", "data_root"),
+    )  # fmt: skip
     partition: str = option(
         "", "who gets which rows: dirichlet:ALPHA, iid, shards:K, quantity:SIGMA, natural", from_data="dirichlet:0.5"
     )
@@ -77,14 +79,16 @@ class Experiment:
     channels: int = option(
         0, "3 turns grey images into colour ones; 0: as stored, the most of several datasets", low=0, high=4
     )
-    clients: int = option(0, "participating clients", low=1, high=_MANY, from_data=20)
+    clients: int = option(
+        0, "participating clients", low=1, high=_MANY, from_data=20, also=("n_clients", "num_clients", "total_clients")
+    )
     unseen: int | float | str = option(
         -1, "clients that are never trained with: how many, their share of all clients, or their names", low=0,
         high=_MANY, share=True, names=True, from_data=5,
     )  # fmt: skip
     cohort: int | float = option(
         0, "clients asked in a round, or their share of the participating ones", low=1, high=_MANY, share=True,
-        from_data=5,
+        from_data=5, also=("clients_per_round", "client_fraction", "fraction_fit", "join_ratio", "participation"),
     )  # fmt: skip
     available: str = option(
         "1", "probability that a client can be asked in a round; LOW..HIGH: each has its own; or a list",
@@ -104,8 +108,13 @@ class Experiment:
         "none", "how a share of clients lies: sign-flip:SHARE, scale:SHARE:FACTOR, noise:SHARE:STD, label-flip:SHARE",
         canonical=_attack, later=True, foreign="it makes simulated clients lie; real ones do so by themselves",
     )  # fmt: skip
-    rounds: int = option(0, "communication rounds", low=1, high=_MANY, from_data=100)
-    seed: int = option(0, "seed of everything random", low=0, high=2**32 - 1)
+    rounds: int = option(
+        0, "communication rounds", low=1, high=_MANY, from_data=100,
+        also=("n_rounds", "num_rounds", "num_server_rounds", "global_rounds", "global_epochs", "communication_rounds"),
+    )  # fmt: skip
+    seed: int = option(
+        0, "seed of everything random", low=0, high=2**32 - 1, also=("random_seed", "random_state", "manual_seed")
+    )
     valid: float = option(0.0, "share of the training rows kept for validation", low=0, high=0.9)
     valid_rows: str = option(
         "", "how those are dealt: own (of a client's own rows), independent, consistent, uniform; empty: as test_rows",
@@ -124,7 +133,7 @@ class Experiment:
     model: str = option(
         "auto",
         "network: auto, cnn, small-cnn, mlp, lenet, resnet8, resnet18, lstm, transformer, or an installed package's",
-        canonical=models.check, from_data="auto",
+        canonical=models.check, from_data="auto", also=("network", "net", "architecture"),
     )  # fmt: skip
     width: int = option(
         0, "width of the network; 0: the model's own default, the same for every method", low=0, high=4096
@@ -224,8 +233,7 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any]) -> Experi
         if key in SETTINGS:
             continue
         if key not in known:
-            everything = sorted({*SETTINGS, *known})
-            raise SpecError(f"there is no setting {key!r} for {method}; {nearest(key, everything)}")
+            raise SpecError(f"there is no setting {key!r} for {method}; {meant(key, {**SETTINGS, **known})}")
         chosen[key] = known[key].check(value)
     return replace(experiment, **changes, options=chosen)  # type: ignore[arg-type]
 
@@ -354,6 +362,8 @@ def from_toml(path: Path) -> dict[str, Any]:
     """Read settings from a TOML file: fields at the top, options in [options] or at the top."""
     values = read_toml(path, "the configuration")
     options = values.pop("options", {})
+    if not values and not options:
+        raise SpecError(f"the configuration {path} holds no settings; write some, or put back your copy of it")
     if not isinstance(options, dict):
         raise SpecError(f"options in {path} is {options!r}, but must be a table [options]")
     for key, value in {**values, **options}.items():

@@ -25,7 +25,7 @@ from typing import Any
 from ..container import finite, write_atomic
 from ..errors import UserError
 
-_RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds")
+_RESULT = ("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds", "spec")
 """What a result has at least."""
 _LOCK = ".lock"
 """Held by the process that writes the run; it has that process's id."""
@@ -123,6 +123,8 @@ class Store:
         """Return a finished run's result."""
         try:
             value: dict[str, Any] = json.loads(self.result.read_text())
+            if not isinstance(value, dict):
+                raise ValueError("it is no JSON object")
             missing = [key for key in _RESULT if key not in value]
             if missing:
                 raise ValueError(f"it lacks {', '.join(missing)}")
@@ -158,9 +160,16 @@ class Store:
         with self.clients.open(newline="") as file:
             return list(csv.DictReader(file))
 
-    def cut_rounds(self, done: int) -> None:
-        """Forget what was written after a round, so that going on from it leaves no trace of the interruption."""
+    def cut_rounds(self, done: int, report: Callable[[str], None] = lambda _: None) -> None:
+        """Forget what was written after a round, so that going on from it leaves no trace of the interruption.
+
+        What can no longer be read of the rounds up to it is told to `report`.
+        """
         kept = [record for record in self.read_rounds() if record["round"] <= done]
+        lost = sorted({*range(1, done + 1)} - {record["round"] for record in kept})
+        if lost:
+            said = f"{self.rounds} is damaged: it lacks {len(lost)} of {done} rounds, the first of them round {lost[0]}"
+            report(f"{said}; training goes on all the same, but curves will lack them too")
         write_atomic(self.rounds, "".join(_line(record) for record in kept).encode())
 
     def add_round(self, record: Mapping[str, Any]) -> None:

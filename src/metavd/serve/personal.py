@@ -102,10 +102,10 @@ def _check_readable(given: Experiment, folder: str | Path) -> None:
 
 def _tested(store: Store, setup: Setup, result: Mapping[str, Any] | None, note: Note) -> ServerState:
     """Return the state that the run tested, or would test if it ended now."""
-    device = setup.experiment.device
-    found = load_checkpoint(store.checkpoint, device, note)
+    e = setup.experiment
+    found = load_checkpoint(store.checkpoint, e.device, note, specs=[spec_hash(e)], seed=e.seed)
     if found is not None and "best" in found[1]:
-        found = load_checkpoint(store.best, device, note, round=found[1]["best"]["round"])
+        found = load_checkpoint(store.best, e.device, note, round=found[1]["best"]["round"])
     if found is None:
         raise UserError(f"the run in {store.folder} has no sound checkpoint; train it with metavd run --resume")
     if result is None:

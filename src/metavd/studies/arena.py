@@ -20,7 +20,7 @@ from ..evaluate.conformal import METHODS
 from ..evaluate.figures import SECONDS, SENT, Cell, Column, get
 from ..methods import NAMES, options_of, resolve
 from ..runs.settings import RUNTIME, SETTINGS, Experiment, with_settings
-from ..schema import nearest
+from ..schema import meant
 from ..templates import filled
 from .lines import Line, complete, read
 from .many import Ended, carry_out
@@ -134,11 +134,11 @@ def _check(names: Sequence[str], settings: Mapping[str, Any], unknown: str | Non
     """Refuse data that there are not and what none of the methods knows."""
     for text in filter(None, (settings.get("data"), unknown)):
         parse(text)
-    known = {key for name in names for key in options_of(name)} | {*SETTINGS, *RUNTIME}
+    known = {**SETTINGS, **{key: each for name in names for key, each in options_of(name).items()}}
     for key in settings:
         if names and key not in known:
             raise SpecError(
-                f"no setting and no option of {', '.join(names[:3])} is called {key!r}; {nearest(key, sorted(known))}"
+                f"no setting and no option of {', '.join(names[:3])} is called {key!r}; {meant(key, known)}"
             )
 
 

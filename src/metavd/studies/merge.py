@@ -88,9 +88,8 @@ def _name(line: Line) -> str:
 def _folders(into: Path, others: Sequence[Path]) -> Merged:
     def found(root: Path) -> dict[str, tuple[Path, Any]]:
         stores = {str(path.parent.relative_to(root)): Store(path.parent) for path in root.rglob("config.toml")}
-        ended = {name: store for name, store in stores.items() if store.is_finished()}
-        results = {name: (store.folder, store.read_result()) for name, store in ended.items()}
-        return {name: (folder, [result["spec"], result]) for name, (folder, result) in results.items()}
+        results = {name: store.read_result() for name, store in stores.items() if store.result.exists()}
+        return {name: (stores[name].folder, [result["spec"], result]) for name, result in results.items()}
 
     there = {name: what for name, (_, what) in found(into).items()} if into.exists() else {}
     sources: dict[str, Path] = {}

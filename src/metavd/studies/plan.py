@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import methods
 from ..errors import SpecError
-from ..runs.settings import RUNTIME, Experiment, content, with_settings
-from ..schema import Value, nearest
+from ..runs.settings import RUNTIME, SETTINGS, Experiment, content, with_settings
+from ..schema import Value, meant, nearest
 
 METRICS = ("nll", "accuracy")
 """Figures that a trial may be judged by, on validation rows."""
@@ -140,17 +140,17 @@ def dimension(experiment: Experiment, name: str, text: str) -> Dimension:
     >>> dimension(Experiment(), "lr", "0.001..0.1:log")
     Dimension(name='lr', values=(), low=0.001, high=0.1, log=True)
     """
-    options = set(methods.options_of(experiment.method)) - _NOT_SEARCHED
+    options = {key: each for key, each in methods.options_of(experiment.method).items() if key not in _NOT_SEARCHED}
     if name not in options and name not in FIELDS:
-        if name in _NOT_SEARCHED or name in {each.name for each in fields(Experiment)}:
+        if name in _NOT_SEARCHED or name in SETTINGS:
             raise SpecError(
                 f"{name} cannot be searched, because trials that differ in it cannot be compared; fix it with --set"
             )
-        close = nearest(name, sorted(options | set(FIELDS)))
+        close = meant(name, options | {key: SETTINGS[key] for key in FIELDS})
         raise SpecError(f"there is no setting {name!r} to search for {experiment.method}; {close}")
 
     if not text:
-        known = methods.options_of(experiment.method).get(name)
+        known = options.get(name)
         values = known and (known.search or known.offered)
         if not values:
             raise SpecError(f"{name} offers no values of its own to search; write --search {name}=LOW..HIGH or =A,B,C")

@@ -74,6 +74,10 @@ def test_channels(tmp_path):
         ({"x": np.eye(4)}, "it holds x, but it must hold label or labels or y"),
         ({"x": np.eye(4), "images": np.eye(4), "y": [0, 1, 0, 1]}, "it holds both 'images' and 'x'"),
         ({"x": np.array([None, 1]), "y": [0, 1]}, "type object, but only numbers .* and nothing pickled"),
+        (
+            {"x": np.eye(2), "y": np.array(["a", "b"], object)},
+            r"y.npy .* type object, .*; save it with \.astype\(str\)",
+        ),
         ({"x": np.zeros((0, 3)), "y": [0, 1]}, r"x.npy has shape \(0, 3\)"),
     ],
 )

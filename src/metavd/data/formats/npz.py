@@ -144,8 +144,9 @@ def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nd
         shape, _, dtype = getattr(np.lib.format, f"read_array_header_{1 if old else 2}_0")(member)
         start, wanted = member.tell(), math.prod(shape) * dtype.itemsize
     what = f"{info.filename} has shape {shape} and type {plain(str(dtype))}"
+    plainly = "; save it with .astype(str), or numbers with .astype(int) or .astype(float)" * (dtype.kind == "O")
     odd = dtype.kind not in "biufUS" or dtype.subdtype is not None or not 1 <= len(shape) <= 4 or wanted == 0
-    right = "numbers in 1 to 4 axes, none empty, are read, and nothing pickled"
+    right = f"numbers or texts in 1 to 4 axes, none empty, are read, and nothing pickled{plainly}"
     refuse(odd or min(shape) < 0, path, f"{what}, but only {right}.", info.header_offset)
     held = f"which takes {wanted} bytes, but it holds {info.file_size - start}"
     refuse(start + wanted != info.file_size, path, f"{what}, {held}.", info.header_offset)

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ...data.collection import find
 from ...data.described import describe
 from ...data.partition import federate
-from ...data.source import Source, arrays, digits
+from ...data.source import Source, SourceError, arrays, digits
 from ...engine.rounds import Listener, Silent
 from ...errors import SpecError
-from ...runs.settings import RUNTIME
-from ...schema import nearest
+from ...runs.settings import RUNTIME, SETTINGS
+from ...schema import meant
 from ..many import Share, carry_out
 from .digest import digested
 from .plan import PlannedRun, needed, store_file
@@ -59,16 +60,25 @@ def run_missing(
     """Run what the tables `names`, or these rows and columns of them, need and the store lacks.
 
     `how` is the protocol, `runtime` are settings of `RUNTIME`, device="cuda" for example; for the others see
-    `many.carry_out`. The listener is told what goes wrong, of several runs at once too.
+    `many.carry_out`. The listener is told what goes wrong, of several runs at once too. Before anything is begun, data
+    that are not there are told once, and their runs left out; where no run remains that is an error.
     """
+    known = {key: SETTINGS[key] for key in RUNTIME}
     for key in runtime:
-        if key not in RUNTIME:
-            raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {nearest(key, sorted(RUNTIME))}")
+        if key not in known:
+            raise SpecError(f"{key!r} cannot be set for the paper's runs as a whole; {meant(key, known)}")
     listener = listener or Silent()
     plan = needed(names, store, how=how, rows=rows, columns=columns, retry=retry, note=listener.note)
     ends: dict[str, list[tuple[PlannedRun, str]]] = defaultdict(list)
+    absent = _absent(plan.missing, str(runtime.get("root", SETTINGS["root"].default)))
+    ends["refused"] += [(one, absent[_read_by(one)]) for one in plan.missing if _read_by(one) in absent]
+    if absent and len(ends["refused"]) == len(plan.missing):
+        raise SourceError(" ".join(absent.values()))
+    for data, why in absent.items():
+        count = sum(_read_by(one) == data for one, _ in ends["refused"])
+        listener.note(f"{count} of {len(plan.missing)} runs are left out: {why}")
     for ended in carry_out(
-        {one: one.settings for one in plan.missing},
+        {one: one.settings for one in plan.missing if _read_by(one) not in absent},
         partial(_carry, runtime),
         store=store_file(store, how.scale),
         scope=how.scale,
@@ -93,6 +103,22 @@ def run_missing(
         tuple(one for one, _ in ends["elsewhere"] + ends["stored"]),
         tuple(one for one, _ in ends["left"]),
     )
+
+
+def _read_by(run: PlannedRun) -> str:
+    """Return the data whose files a run reads; empty where it needs labels alone."""
+    return str(run.settings["data"]) if "method" in run.settings else ""
+
+
+def _absent(runs: Sequence[PlannedRun], root: str) -> dict[str, str]:
+    """Return which data cannot be found below a folder, and why."""
+    absent = {}
+    for data in filter(None, dict.fromkeys(map(_read_by, runs))):
+        try:
+            find(data, root)
+        except SourceError as error:
+            absent[data] = str(error)
+    return absent
 
 
 def _carry(runtime: Mapping[str, Any], settings: dict[str, Any], folder: Path, listener: Listener) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 from ... import methods
 from ...data.partition import TEST_ROWS
 from ...errors import SpecError
-from ...runs.settings import RUNTIME, Experiment, read_toml, with_settings
-from ...schema import nearest
+from ...runs.settings import RUNTIME, SETTINGS, Experiment, read_toml, with_settings
+from ...schema import meant, nearest
 from ..lines import Line, identity
 from ..tuned import KEY, Tuned, find, read
 from .tables import Cell
@@ -96,7 +96,7 @@ def overrides_from(path: Path) -> dict[str, dict[str, Any]]:
 
 def _checked(overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     every = {name: option for method in methods.NAMES for name, option in methods.options_of(method).items()}
-    names = {each.name for each in fields(Experiment)} - {"options"} - _FIXED
+    names = {name: each for name, each in SETTINGS.items() if name not in _FIXED}
     result: dict[str, dict[str, Any]] = {}
     for key, values in overrides.items():
         method, *rest = key.split("@")
@@ -111,7 +111,7 @@ def _checked(overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
             elif name in known:
                 result[canonical][name] = known[name].check(value)
             else:
-                raise SpecError(f"the overrides for {key} set {name!r}; {nearest(name, sorted(names | set(known)))}")
+                raise SpecError(f"the overrides for {key} set {name!r}; {meant(name, {**names, **known})}")
     return result
 
 
