@@ -83,6 +83,17 @@ def test_folders_whose_figures_differ_are_named(tmp_path: Path) -> None:
     assert merge(tmp_path / "a", [tmp_path / "b"]) == Merged(0, 0, ["run: another run is at that place"])
 
 
+def test_an_unfinished_run_gives_way_to_its_own_result_alone(tmp_path: Path) -> None:
+    """Law: the same run, finished elsewhere, takes the place of what was begun here; another run never does."""
+    for name, rounds in (("a", "1"), ("same", "1"), ("other", "2")):
+        main(["run", "fedavg", "--out", str(tmp_path / name / "run"), *SMALL, "--rounds", rounds])
+    (tmp_path / "a" / "run" / "result.json").unlink()
+    assert merge(tmp_path / "a", [tmp_path / "other"]) == Merged(0, 0, ["run: another run is at that place"])
+    assert "rounds = 1" in (tmp_path / "a" / "run" / "config.toml").read_text()
+    assert merge(tmp_path / "a", [tmp_path / "same"]) == Merged(1, 0, [])
+    assert finished(tmp_path / "a") == ["run"]
+
+
 @pytest.mark.parametrize("spoilt", ["a", "b"])
 def test_a_result_that_lacks_its_spec_is_named(tmp_path: Path, spoilt: str) -> None:
     """Law: a damaged result is passed over on neither side, and nothing is copied beside it."""

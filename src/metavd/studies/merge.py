@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError
+from ..runs.settings import Experiment, from_toml, spec_hash, with_settings
 from ..runs.store import Store
 from .lines import Line, append, rows
 
@@ -86,22 +87,38 @@ def _name(line: Line) -> str:
 
 
 def _folders(into: Path, others: Sequence[Path]) -> Merged:
-    def found(root: Path) -> dict[str, tuple[Path, Any]]:
-        stores = {str(path.parent.relative_to(root)): Store(path.parent) for path in root.rglob("config.toml")}
-        results = {name: store.read_result() for name, store in stores.items() if store.result.exists()}
-        return {name: (stores[name].folder, [result["spec"], result]) for name, result in results.items()}
-
-    there = {name: what for name, (_, what) in found(into).items()} if into.exists() else {}
+    there: dict[str, Any] = {name: _held(store) for name, store in _runs(into).items() if store.result.exists()}
     sources: dict[str, Path] = {}
     new = []
     for other in others:
-        for name, (folder, what) in found(other).items():
-            sources.setdefault(name, folder)
-            new.append((name, what))
+        for name, store in _runs(other).items():
+            if not store.result.exists():
+                continue
+            sources.setdefault(name, store.folder)
+            new.append((name, _held(store)))
+            begun = Store(into / name)
+            if name not in there and begun.is_run() and (spec := _spec(begun)) != new[-1][1][0]:
+                there[name] = [spec, None]
     return _joined(
         there, new, lambda name, _: _copy(sources[name], into / name),
         lambda ours, theirs: _OTHER_FIGURES if ours[0] == theirs[0] else "another run is at that place",
     )  # fmt: skip
+
+
+def _runs(root: Path) -> dict[str, Store]:
+    """Return the runs below a folder, finished or not, by their place."""
+    return {str(path.parent.relative_to(root)): Store(path.parent) for path in root.rglob("config.toml")}
+
+
+def _held(store: Store) -> list[Any]:
+    """Return the spec and the result of a finished run."""
+    result = store.read_result()
+    return [result["spec"], result]
+
+
+def _spec(store: Store) -> str:
+    """Return the spec of a run that has only begun."""
+    return spec_hash(with_settings(Experiment(), from_toml(store.config)))
 
 
 def _copy(folder: Path, to: Path) -> None:
