@@ -111,20 +111,19 @@ def _unpick(
 
 
 @kernel()
-def _taps(w, out, count, I, O, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """Lay weights (C, O, I, 3, 3) out anew, in another type; `taps` says how."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    client = at // (9 * I * O)
-    inside = at % (9 * I * O)
+def _taps(w, out, I: tl.constexpr, O: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    """Lay a client's weights (O, I, 3, 3) out anew, in another type; `taps` says how."""
+    first = tl.program_id(1).to(tl.int64) * (9 * I * O)
+    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = inside < 9 * I * O
     if MODE == 0:
         o, tap, i = inside // (9 * I), inside // I % 9, inside % I
     elif MODE == 1:
         i, tap, o = inside // (9 * O), 8 - inside // O % 9, inside % O
     else:
         tap, i, o = inside // (I * O), inside // O % I, inside % O
-    value = tl.load(w + ((client * O + o) * I + i) * 9 + tap, mask=here, other=0.0)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
+    value = tl.load(w + first + ((o * I + i) * 9 + tap), mask=here, other=0.0)
+    tl.store(out + first + inside, value.to(out.dtype.element_ty), mask=here)
 
 
 @kernel(do_not_specialize=["clients"])
@@ -266,7 +265,7 @@ def taps(weight: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
     else:
         outer, inner = (C * O, I) if mode == ALONG else (C * I, O)
         out = torch.empty(outer, 3, 3, inner, dtype=dtype, device=weight.device)
-    _taps[(triton.cdiv(weight.numel(), _BLOCK),)](weight, out, weight.numel(), I, O, MODE=mode, BLOCK=_BLOCK)
+    _taps[(triton.cdiv(9 * I * O, _BLOCK), C)](weight, out, I=I, O=O, MODE=mode, BLOCK=_BLOCK)
     return out if mode == TAPS else out.permute(0, 3, 1, 2)
 
 
