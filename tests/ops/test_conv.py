@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from metavd.core import rng
 from metavd.core.model import from_module
 from metavd.models.cnn import cnn
-from metavd.ops import conv
+from metavd.ops import conv, device
 from metavd.ops.precision import BF16, EXACT
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -137,3 +138,85 @@ def test_a_network_computes_the_same_with_blocks(monkeypatch: pytest.MonkeyPatch
     assert calls == ["few channels", "many", "many"]
     features = module[:-1](x)
     torch.testing.assert_close(model.features(params, x), features, rtol=1e-5, atol=1e-5)
+
+
+def by_hand(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor) -> list[Tensor]:
+    """What `take` and `weigh` are to answer, of PyTorch's operators; clients in front, then pixels, then channels."""
+    given = [value.clone().requires_grad_() for value in (weight, bias)]
+    y = vmap(plain)(x, *given)
+    gw, gb = torch.autograd.grad(y, given, g.permute(3, 0, 4, 1, 2))
+    return [y.detach().permute(1, 3, 4, 0, 2), gw, gb]
+
+
+def by_kernels(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor) -> list[Tensor]:
+    kernels = device.kernels("conv")
+    y, place = kernels.take(x, kernels.taps(weight, kernels.TAPS, x.dtype), bias, None, "ieee")
+    return [y, *kernels.weigh(x, g, place, "ieee")]
+
+
+def given_to_kernels(images: int, channels: int, height: int, width: int) -> list[Tensor]:
+    shapes = (C, images, channels, height, width), (C, FILTERS, channels, 3, 3), (C, FILTERS)
+    return [normal(*shape) for shape in (*shapes, (images, height // 2, width // 2, C, FILTERS))]
+
+
+@pytest.mark.parametrize(
+    ("images", "channels", "height", "width"), [(1, 1, 2, 2), (5, 3, 2, 10), (3, 7, 6, 2), (7, 2, 6, 10)]
+)
+def test_few_channels_at_every_edge(images: int, channels: int, height: int, width: int) -> None:
+    """Parity: windows at one edge, at two or at all, and numbers of windows that no tile divides."""
+    given = given_to_kernels(images, channels, height, width)
+    for expected, found in zip(by_hand(*given), by_kernels(*given), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def shared_by_clients(x: Tensor) -> Tensor:
+    return x[:1].expand(x.shape)
+
+
+def cut_out(x: Tensor) -> Tensor:
+    return functional.pad(x, (2, 3, 1, 4), value=7.0)[..., 1:-4, 2:-3]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels last": lambda x: x.movedim(2, -1).contiguous().movedim(-1, 2),
+    "clients inside": lambda x: x.movedim(0, 1).contiguous().movedim(1, 0),
+    "clients innermost": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+    "shared": shared_by_clients,
+    "cut out": cut_out,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_images_may_lie_in_memory_as_they_like(layout: Callable[[Tensor], Tensor]) -> None:
+    """Law: the same bits, however the images lie."""
+    x, *rest = given_to_kernels(3, 3, 4, 6)
+    x = layout(x)
+    for expected, found in zip(by_kernels(x.contiguous(), *rest), by_kernels(x, *rest), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_kernels_do_not_depend_on_how_many_clients_there_are() -> None:
+    """Law: strides within an image are constants of a kernel, which must not be compiled for each number of clients."""
+    launch = pytest.importorskip("metavd.ops.launch")
+    found = []
+    for clients in (2, 5):
+        with launch.noting() as noted:
+            x = LAYOUTS["clients innermost"](normal(clients, 3, 3, 4, 4))
+            by_kernels(
+                x, normal(clients, FILTERS, 3, 3, 3), normal(clients, FILTERS), normal(3, 2, 2, clients, FILTERS)
+            )
+        found.append(
+            [(each.kernel.jit.__name__, each.constants, each.arguments[-3:]) for each in noted if len(each.grid) == 3]
+        )
+    assert [name for name, *_ in found[0]] == ["_take", "_weigh"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="takes memory that is only named, which a GPU has to have")
+def test_images_may_lie_farther_apart_than_32_bits_tell(tmp_path: Path) -> None:
+    """Law: an image's place counts in 64 bits; a file of which next to nothing is written stands for the memory."""
+    x, *rest = given_to_kernels(3, 3, 4, 4)
+    file = torch.from_file(str(tmp_path / "images"), shared=True, size=(1 << 31) + x.numel())
+    far = file.as_strided(x.shape, (x[0, 0].numel(), 1 << 30, 16, 4, 1)).copy_(x)
+    for expected, found in zip(by_kernels(x, *rest), by_kernels(far, *rest), strict=True):
+        assert torch.equal(found, expected)

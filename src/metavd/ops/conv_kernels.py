@@ -111,25 +111,38 @@ def _unpick(
 
 
 @kernel()
-def _taps(w, out, count, I, O, MODE: tl.constexpr, BLOCK: tl.constexpr):
-    """Lay weights (C, O, I, 3, 3) out anew, in another type; `taps` says how."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < count
-    client = at // (9 * I * O)
-    inside = at % (9 * I * O)
+def _taps(w, out, I: tl.constexpr, O: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    """Lay a client's weights (O, I, 3, 3) out anew, in another type; `taps` says how."""
+    first = tl.program_id(1).to(tl.int64) * (9 * I * O)
+    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = inside < 9 * I * O
     if MODE == 0:
         o, tap, i = inside // (9 * I), inside // I % 9, inside % I
     elif MODE == 1:
         i, tap, o = inside // (9 * O), 8 - inside // O % 9, inside % O
     else:
         tap, i, o = inside // (I * O), inside // O % I, inside % O
-    value = tl.load(w + ((client * O + o) * I + i) * 9 + tap, mask=here, other=0.0)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
+    value = tl.load(w + first + ((o * I + i) * 9 + tap), mask=here, other=0.0)
+    tl.store(out + first + inside, value.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _seen(x, here, image, top, left, ks, sb, sy, sx, si, H, W, I):
+    """Return what taps and channels see of pixels, (taps and channels, pixels).
+
+    In this order threads have pixels, and each has all taps of its own: what differs from tap to tap is then a constant
+    of the program, and only what differs from pixel to pixel is computed.
+    """
+    dy, dx = (ks // I // 3 - 1)[:, None], (ks // I % 3 - 1)[:, None]
+    iy, ix = top[None, :] + dy, left[None, :] + dx
+    ok = here[None, :] & (ks < 9 * I)[:, None] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
+    pixel = x + (image.to(tl.int64) * sb + top * sy + left * sx)
+    return tl.load(pixel[None, :] + (dy * sy + dx * sx + (ks % I * si)[:, None]), mask=ok, other=0.0)
 
 
 @kernel(do_not_specialize=["clients"])
 def _take(
-    x, w, bias, given, y, place, windows, clients, sc, sb, sy, sx, si,
+    x, w, bias, given, y, place, windows, clients, sc, sb, sy: tl.constexpr, sx: tl.constexpr, si: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
     P: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, PICK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -142,13 +155,9 @@ def _take(
     top += rows // P // 2
     left += rows // P % 2
     ks = tl.arange(0, BK)
-    iy = top[:, None] + (ks // I // 3 - 1)[None, :]
-    ix = left[:, None] + (ks // I % 3 - 1)[None, :]
-    ok = (window < windows)[:, None] & (ks < 9 * I)[None, :] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
-    at = client * sc + (image.to(tl.int64) * sb)[:, None] + iy * sy + ix * sx + (ks % I * si)[None, :]
-    a = tl.load(x + at, mask=ok, other=0.0)
+    a = _seen(x + client * sc, window < windows, image, top, left, ks, sb, sy, sx, si, H, W, I)
     b = tl.load(w + client * (9 * I * O) + ks[:, None] * O + cols[None, :], mask=(ks < 9 * I)[:, None], other=0.0)
-    acc = tl.dot(a, b, input_precision=PRECISION) + tl.load(bias + client * O + cols)[None, :]
+    acc = tl.dot(tl.trans(a), b, input_precision=PRECISION) + tl.load(bias + client * O + cols)[None, :]
     four = tl.reshape(acc, (4, P, BO))
     window = tl.program_id(0) * P + tl.arange(0, P)
     out = (window.to(tl.int64) * clients + client)[:, None] * O + cols[None, :]
@@ -165,7 +174,7 @@ def _take(
 
 @kernel(do_not_specialize=["clients"])
 def _weigh(
-    x, g, place, gw, gb, windows, clients, sc, sb, sy, sx, si,
+    x, g, place, gw, gb, windows, clients, sc, sb, sy: tl.constexpr, sx: tl.constexpr, si: tl.constexpr,
     H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
     P: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,16 +189,14 @@ def _weigh(
         here = window < windows
         image, top, left = _corner(window, H, W)
         at = (window.to(tl.int64) * clients + client)[:, None] * O + outs[None, :]
-        which = tl.load(place + at, mask=here[:, None], other=4)
+        # Where there is no window the slope is 0, whichever pixel is read as taken.
+        which = tl.load(place + at, mask=here[:, None], other=0).to(tl.uint8)
         slope = tl.load(g + at, mask=here[:, None], other=0.0)
         total += tl.sum(tl.where(which < 4, slope, 0.0).to(tl.float32), 0)
-        start = client * sc + (image.to(tl.int64) * sb)[:, None] + (ks % I * si)[None, :]
         for k in tl.static_range(4):
-            iy = (top + k // 2)[:, None] + (ks // I // 3 - 1)[None, :]
-            ix = (left + k % 2)[:, None] + (ks // I % 3 - 1)[None, :]
-            ok = here[:, None] & (ks < 9 * I)[None, :] & (iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)
-            a = tl.load(x + start + iy * sy + ix * sx, mask=ok, other=0.0)
-            acc = tl.dot(tl.trans(tl.where(which == k, slope, 0.0)), a, acc, input_precision=PRECISION)
+            a = _seen(x + client * sc, here, image, top + k // 2, left + k % 2, ks, sb, sy, sx, si, H, W, I)
+            taken = tl.where(which == k, slope, 0.0)
+            acc = tl.dot(tl.trans(taken), tl.trans(a), acc, input_precision=PRECISION)
     part = client * tl.num_programs(0) + chunk
     out = part * (O * I * 9) + outs[:, None] * (I * 9) + (ks % I * 9 + ks // I)[None, :]
     tl.store(gw + out, acc, mask=(ks < 9 * I)[None, :])
@@ -266,7 +273,7 @@ def taps(weight: Tensor, mode: int, dtype: torch.dtype) -> Tensor:
     else:
         outer, inner = (C * O, I) if mode == ALONG else (C * I, O)
         out = torch.empty(outer, 3, 3, inner, dtype=dtype, device=weight.device)
-    _taps[(triton.cdiv(weight.numel(), _BLOCK),)](weight, out, weight.numel(), I, O, MODE=mode, BLOCK=_BLOCK)
+    _taps[(triton.cdiv(9 * I * O, _BLOCK), C)](weight, out, I=I, O=O, MODE=mode, BLOCK=_BLOCK)
     return out if mode == TAPS else out.permute(0, 3, 1, 2)
 
 
@@ -275,7 +282,8 @@ MOST_COLUMNS = 64
 _TAKE = {"P": 64, "num_warps": 4, "num_stages": 3}
 _WEIGH = {"P": 128, "num_warps": 4, "num_stages": 3}
 _FLOAT_TAKE = {"P": 32, "num_warps": 4, "num_stages": 3}
-_FLOAT_WEIGH = {"P": 32, "num_warps": 4, "num_stages": 3}
+_FLOAT_WEIGH = {"P": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+"""With as many registers, three programs share a multiprocessor."""
 
 
 def _columns(channels: int) -> int:
@@ -285,6 +293,15 @@ def _columns(channels: int) -> int:
 def _filters(count: int) -> int:
     """Return the largest power of two that divides the number of filters, up to 64."""
     return min(count & -count, 64)
+
+
+def _in_one_piece(x: Tensor) -> Tensor:
+    """Images (C, B, I, H, W) of which each is one piece of memory, which costs a copy only where they are not.
+
+    Kernels are compiled for the strides in an image: these must not depend on the number of clients.
+    """
+    span = sum((size - 1) * step for size, step in zip(x.shape[2:], x.stride()[2:], strict=True))
+    return x if span < x.shape[2:].numel() else x.contiguous()
 
 
 def take(x: Tensor, weight: Tensor, bias: Tensor, given: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
@@ -300,6 +317,7 @@ def take(x: Tensor, weight: Tensor, bias: Tensor, given: Tensor | None, precisio
     windows = B * (H // 2) * (W // 2)
     config = _FLOAT_TAKE if x.dtype == torch.float32 else _TAKE
     wide = _filters(O)
+    x = _in_one_piece(x)
     sc, sb, si, sy, sx = x.stride()
     _take[(triton.cdiv(windows, config["P"]), O // wide, C)](
         x, weight, bias, place, y, place, windows, C, sc, sb, sy, sx, si, H=H, W=W, I=I, O=O, BO=wide,
@@ -318,6 +336,7 @@ def weigh(x: Tensor, g: Tensor, place: Tensor, precision: str) -> tuple[Tensor, 
     gw = torch.empty(C, chunks, O, I, 3, 3, dtype=torch.float32, device=x.device)
     gb = torch.empty(C, chunks, O, dtype=torch.float32, device=x.device)
     wide = _filters(O)
+    x = _in_one_piece(x)
     sc, sb, si, sy, sx = x.stride()
     _weigh[(chunks, O // wide, C)](
         x, g, place, gw, gb, windows, C, sc, sb, sy, sx, si, H=H, W=W, I=I, O=O, BO=wide, BK=_columns(I),
