@@ -310,6 +310,32 @@ def test_a_chosen_layer_stays_chosen() -> None:
     assert late.settle(rows(ROW)).variational == ("stem",)
 
 
+class Winding(nn.Module):
+    """A layer that is called twice, and one that is called after the head for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.aside, self.twice, self.stem = (nn.Linear(*sizes) for sizes in ((4, 5), (4, 4), (4, 4), (4, 4)))
+
+    def forward(self, x):
+        x = self.twice(torch.relu(self.stem(torch.relu(self.twice(x)))))
+        logits = self.head(x)
+        self.aside(x)
+        return logits
+
+
+@pytest.mark.parametrize(("build", "called"), [
+    (HeadFirst, ("stem", "hidden", "head")), (Winding, ("stem", "twice", "head")),
+    (ResNet, ("conv1", "layer1.conv1", "layer1.conv2", "layer2.conv1", "layer2.conv2", "layer2.downsample.0", "fc")),
+])  # fmt: skip
+def test_layers_in_the_order_of_their_calls(build: Callable[[], nn.Module], called: tuple[str, ...]) -> None:
+    """Each where it is called last, up to the head; until rows are known, in the order of registration."""
+    late = from_module(build())
+    assert late.called == tuple(late.layers)
+    assert late.settle is not None
+    assert late.settle(rows(IMAGE if build is ResNet else ROW)).called == called
+
+
 def test_frozen_layers_and_no_grad_are_no_obstacle() -> None:
     module = HeadFirst().requires_grad_(False)
     with torch.no_grad():

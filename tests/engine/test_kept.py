@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import metavd
+from metavd import methods
 from metavd.core import rng
 from metavd.core.types import Keep, ServerState
 from metavd.data.cohort import choose
@@ -233,6 +234,25 @@ def test_fedper_in_its_first_round_sends_what_fedavg_sends() -> None:
     one, two = (trained(setup_of(method, rounds=1))[0].params for method in ("fedper", "fedavg"))
     assert set(two) - set(one) == {"fc2.weight", "fc2.bias"}
     assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("backend", ["loop", "threads", "vmap"])
+def test_fedrep_with_nothing_in_its_head_is_fedavg(backend: str, tmp_path: Path) -> None:
+    """Law: a client that keeps nothing sends all, and the rounds are FedAvg's to the bit; stopped and resumed too."""
+    plain, setup = setup_of("fedavg", backend), setup_of("fedrep", backend)
+    headless, options = setup.task.model._replace(head=()), setup.experiment.options | {"head_epochs": 0}
+    algorithm = methods.algorithm("fedrep", headless, methods.Setting(8, 10, 4), options)
+    setup = replace(setup, task=replace(setup.task, algorithm=algorithm))
+    wanted, found = trained(plain), trained(setup)
+    for one, two in zip(wanted, found, strict=True):
+        assert list(one.params) == list(two.params)
+        assert all(torch.equal(value, two.params[name]) for name, value in one.params.items())
+    assert held(algorithm, found[-1], range(10)) == {}
+    save_checkpoint(tmp_path, found[1], {})
+    loaded = load_checkpoint(tmp_path)
+    assert loaded is not None
+    assert newcomers(algorithm, loaded[0], range(10)) == newcomers(algorithm, found[1], range(10))
+    assert hashes(trained(setup, loaded[0])[-1]) == hashes(found[-1])
 
 
 def test_resumed_with_private_state(tmp_path: Path) -> None:

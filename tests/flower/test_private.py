@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from metavd import methods
 from metavd.container import load
 from metavd.flower.private import KEPT
 
-from .support.grid import FakeGrid, shares
+from .support.grid import SMALL, FakeGrid, shares
 from .test_parity import simulated
 from .test_site import bytes_of
 
-KEEPS = {"method": "fedrep", "set": "unseen=0 model=mlp width=8 local_epochs=1 head_epochs=1 test_share=0.8"}
+KEEPS = {"method": "fedrep", "set": f"{SMALL} head_epochs=1"}
 FILES = "flwr/metavd/*/client-*/round-*.safetensors"
 
 
@@ -36,18 +37,37 @@ def test_private_state_gives_the_simulators_bits(federate, tmp_path: Path):
     assert len(files(tmp_path)) >= 3
 
 
-def test_what_is_kept_stays_at_the_site(federate, tmp_path: Path):
+HEAD = ["fc2.weight", "fc2.bias"]
+LAYERS = [f"fc{layer}" for layer in range(3)]
+NEVER_SENT = {
+    "fedrep": HEAD,
+    "ditto": [f"own.{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")],
+    "pfedvem": ["own.begun", *(f"own.{name}.log_sigma" for name in HEAD)],
+    "lrbpfl": [
+        f"{layer}.{part}" for layer in LAYERS for part in ("in_mean", "in_log_sigma", "out_mean", "out_log_sigma")
+    ],
+}
+"""What a site keeps and the method sends in no form."""
+SENT = {"pfedvem": [f"own.{name}" for name in HEAD]}
+"""What it keeps and sends as well, under another name: by these it is seen that values would be found."""
+
+
+@pytest.mark.parametrize("method", NEVER_SENT)
+def test_what_is_kept_stays_at_the_site(federate, tmp_path: Path, method: str):
     """Every byte that left the sites, read: nothing of what they keep, by name or value; files are private."""
     nodes = shares(3)
-    federate(FakeGrid(nodes), rounds=2, **KEEPS)
+    more = " head_epochs=1" if "head_epochs" in methods.options_of(method) else ""
+    federate(FakeGrid(nodes), rounds=2, method=method, set=SMALL + more)
     sent = b"".join(bytes_of(message) for node in nodes.values() for message in node.sent)
     for path in files(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         kept, words = load(KEPT, path.read_bytes())
-        assert set(kept) == {"fc2.weight", "fc2.bias"}
+        told = SENT.get(method, [])
+        assert set(kept) == {*NEVER_SENT[method], *told}
         for name, value in kept.items():
             assert name.encode() not in sent
-            assert value.numpy().tobytes()[:64] not in sent
+            if value.numel() > 1:  # four bytes alone may be there by chance
+                assert (value.numpy().tobytes()[:64] in sent) == (name in told)
         assert words["round"] in path.name
     assert len({path.parent for path in files(tmp_path)}) == 3
 

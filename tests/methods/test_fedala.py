@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from small_world import answered, assert_close, assert_schedules_agree, differences, kept, late, setup_of, trained
-from torch import Tensor
+from torch import Tensor, nn
 
-from metavd.core import local
+from metavd.core import local, rng
+from metavd.core.model import from_module
 from metavd.core.objective import cross_entropy
 from metavd.core.types import Batch, Model, Sampling
 from metavd.engine.kept import held
@@ -132,6 +133,26 @@ def test_regularisers_go_with_it(method: str) -> None:
     setup = setup_of(method, {"local_epochs": 1, "last": 2} | ({"hyper_width": 4} if "metavd" in method else {}))
     for probs in answered(setup, trained(setup, rounds=2)):
         np.testing.assert_allclose(probs.sum(1), 1.0, atol=1e-9)
+
+
+class HeadFirst(nn.Module):
+    """4 -> 6 -> 3 -> 3, registered from its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.hidden, self.stem = nn.Linear(3, 3), nn.Linear(6, 3), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(self.stem(x).relu()).relu())
+
+
+@pytest.mark.parametrize(("last", "layers"), [(1, {"out"}), (2, {"out", "hidden"}), (3, {"out", "hidden", "stem"})])
+def test_the_last_layers_are_those_that_are_called_last(setting: Setting, last: int, layers: set[str]) -> None:
+    """Law: the order in which a network registers its layers does not matter; the output layer is always mixed."""
+    network = from_module(HeadFirst(), example=torch.zeros(2, 4))
+    keep = algorithm("fedala", network, setting, {"last": last}).keep
+    assert keep is not None
+    assert {name.split(".")[1] for name in keep.init(rng.key(0), torch.tensor(0))} - {"begun"} == layers
 
 
 def test_more_layers_than_there_are(net: Model, setting: Setting) -> None:

@@ -259,7 +259,9 @@ def from_module(
             return _call(body, weights(params, found.head + "."), x, tied).to(dtype)
 
         before = chosen if variational is not None else (found.before,)
-        return Model(make, apply, features, run, layers, before, init is not None, (found.head,), found.num_classes)
+        return Model(
+            make, apply, features, run, layers, before, init is not None, (found.head,), found.num_classes, found.called
+        )
 
     def settle(rows: Tensor) -> Model:
         like = next(module.parameters())
@@ -326,7 +328,7 @@ def _registered(layers: Mapping[str, nn.Module]) -> Traced:
     """Take the last layer for the output, and for the one before it the last that has no other layer's weights."""
     *others, head = layers
     first = {id(layer.weight): name for name, layer in reversed(list(layers.items()))}
-    return Traced(head, ([name for name in others if name in first.values()] or [head])[-1], 0)
+    return Traced(head, ([name for name in others if name in first.values()] or [head])[-1], 0, tuple(layers))
 
 
 def _check_carriers(chosen: Sequence[str], layers: Mapping[str, object], start: Params) -> None:

@@ -33,6 +33,8 @@ class Traced(NamedTuple):
     """The deepest layer before it that is called once with weights of its own; the head itself where there is none."""
     num_classes: int
     """How many logits a row gets."""
+    called: tuple[str, ...]
+    """The layers in the order in which they are called, each where it is called last; the head ends them."""
 
 
 def check_instance(module: Any) -> None:
@@ -110,7 +112,8 @@ def trace(module: nn.Module, layers: Mapping[str, nn.Module], example: Tensor) -
         raise UserError(
             f"the output layer {head!r} is called {calls[head]} times in one pass; give the output a layer of its own"
         )
-    depth = _depths(next(node for node, name in names.items() if name == head), names)
+    end = next(node for node, name in names.items() if name == head)
+    depth = _depths(end, names)
     uses = Counter(id(layer.weight) for layer in layers.values())
     own = [
         node
@@ -119,7 +122,8 @@ def trace(module: nn.Module, layers: Mapping[str, nn.Module], example: Tensor) -
     ]
     sizes = {node: layers[names[node]].weight.numel() for node in own}  # type: ignore[operator]
     deepest = max(own, key=lambda node: (depth[node], sizes[node], order.index(node)), default=None)
-    return Traced(head, head if deepest is None else names[deepest], logits.shape[1])
+    called = tuple(dict.fromkeys(names[node] for node in order[order.index(end) :: -1] if node is not None))[::-1]
+    return Traced(head, head if deepest is None else names[deepest], logits.shape[1], called)
 
 
 def _logits(module: nn.Module, example: Tensor) -> Tensor:

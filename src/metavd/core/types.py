@@ -104,6 +104,8 @@ class Model(NamedTuple):
     """Names of the layers that turn features into logits: what methods with a private head keep."""
     num_classes: int = 0
     """How many logits a row gets; 0 where nobody has looked."""
+    called: tuple[str, ...] = ()
+    """Names of the layers in the order in which a forward pass calls them; the head ends them."""
     settle: Callable[[Tensor], Model] | None = None
     """(rows) -> the model with its head and its layer before the head found by a forward pass; None: they are found."""
 

@@ -50,7 +50,7 @@ def _private(state: ServerState) -> Params:
 
 def _state(flat: Params) -> ServerState:
     params, slots, kept = (tree.under(flat, part) for part in ("params/", "slots/", "kept/"))
-    table = filled(int(flat["of"]), flat["clients"].tolist(), kept) if kept else None
+    table = filled(int(flat["of"]), flat["clients"].tolist(), kept) if "of" in flat else None
     return ServerState(params, slots, flat["round"], flat["key"], table)
 
 

@@ -88,7 +88,7 @@ class KeptTable:
 
     def everyone(self) -> Params:
         """Return what all clients keep, (N, ...); of the newest version to be read before there is a next one."""
-        newest = self.newer is None and self.storage.rows.device == next(iter(self.storage.like.values())).device
+        newest = self.newer is None and self.storage.rows.device == _kind(self.storage.like).device
         return tree.part(self.storage.rows, self.storage.like) if newest else self.rows(range(len(self)))
 
     def put(self, clients: Sequence[int], kept: Params) -> KeptTable:
@@ -97,7 +97,7 @@ class KeptTable:
         storage, ids = self.storage, list(clients)
         self.replaced = ids, self._flat(ids), storage.visited[ids]
         flat = [kept[name].reshape(len(ids), one.numel()) for name, one in storage.like.items()]
-        new = torch.cat(flat, 1).to(storage.rows.device)
+        new = torch.cat([_kind(storage.like).new_empty(len(ids), 0), *flat], 1).to(storage.rows.device)
         storage.meet()  # all have read the rows that are replaced now
         if storage.writes:
             storage.rows.index_copy_(0, over(torch.tensor(ids, dtype=torch.int64), storage.rows.device), new)
@@ -107,7 +107,7 @@ class KeptTable:
         return self.newer
 
     def _flat(self, clients: Sequence[int]) -> Tensor:
-        rows, device = self.storage.rows, next(iter(self.storage.like.values())).device
+        rows, device = self.storage.rows, _kind(self.storage.like).device
         found = rows[over(torch.tensor(clients, dtype=torch.int64), rows.device)].to(device)
         for version in self._later():
             where = {client: place for place, client in enumerate(version.replaced[0])}
@@ -133,9 +133,14 @@ class KeptTable:
         return found[::-1]
 
 
+def _kind(like: Params) -> Tensor:
+    """Return a tensor of the type and on the device of what a client keeps, if only of no entry at all."""
+    return next(iter(like.values()), torch.empty(0))
+
+
 def empty(clients: int, like: Params) -> KeptTable:
     """Return the table of clients that have kept nothing yet; `like` is what one of them keeps."""
-    width, some = sum(value.numel() for value in like.values()), next(iter(like.values()))
+    width, some = sum(value.numel() for value in like.values()), _kind(like)
     if clients * width * some.dtype.itemsize <= IN_MEMORY:
         rows = some.new_zeros(clients, width)
     else:

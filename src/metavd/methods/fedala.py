@@ -42,9 +42,9 @@ class FedALAOptions(Training):
 def fedala(parts: Parts, o: FedALAOptions) -> core.types.Algorithm:
     """FedAvg from a learned mixture with a client's own last values."""
     model, local, sampling = parts.model, core.local, core.types.Sampling
-    if o.last > len(model.layers):
-        raise SpecError(f"last is {o.last}, but the model has {len(model.layers)} layers")
-    layers = list(model.layers)[-o.last :]
+    if o.last > len(model.called):
+        raise SpecError(f"last is {o.last}, but the model has {len(model.called)} layers")
+    layers = model.called[-o.last :]
     names = [name for name in model.init(core.rng.key(0)) if name.rpartition(".")[0] in layers]
     train, use = sampling(o.batch, o.mix_epochs + o.local_epochs), sampling(o.batch, o.mix_epochs)
     steps, mixes = (

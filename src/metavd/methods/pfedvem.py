@@ -8,8 +8,9 @@
     use       the head at m_i
 
 The paper takes ten steps on all of a client's rows in place of our passes over them in batches, and trains every client
-in every round. A client's first turn starts at mu. One that has never taken part starts at mu too before use, and fits
-q_i to its rows, the features held fixed.
+in every round. The authors' code fixes rho_i^2 when a turn begins; here it is at its optimum in every step, and what is
+sent is that of the turn's end. A client's first turn starts at mu. One that has never taken part starts at mu too
+before use, and fits q_i to its rows, the features held fixed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PFedVEMOptions(Training):
 
     head_epochs: int = option(10, "passes in which the head is trained", low=0, search=[1, 2, 5, 10])
     draws: int = option(5, "draws of the head in a training step", low=1)
-    spread: float = option(0.1, "standard deviation of the head at first", low=1e-12, search=[0.01, 0.1])
+    spread: float = option(0.1, "standard deviation of the head at first", low=1e-12, search=[0.01, 0.1, 1.0])
     spread_rate: float = option(1.0, "rate of the head's spread, as a multiple of lr", low=0)
     kl: float = option(1.0, "weight of the KL, which is divided by the client's rows", low=0, search=[0.1, 1.0])
     new_epochs: int = option(10, "passes with which a client that never took part fits its head", low=0)

@@ -123,9 +123,8 @@ def model_for(e: Any, rows: Any, module: nn.Module | Model | None) -> Model:
         model = module._replace(init=init)
         if module.settle is not None:
             found = module.settle(example)
-            model = model._replace(
-                head=found.head, variational=found.variational, features=found.features, num_classes=found.num_classes
-            )
+            names = ("head", "variational", "features", "num_classes", "called")
+            model = model._replace(**{name: getattr(found, name) for name in names})
     elif module is None:
         built = module_for(e.model, rows.x.shape[1:], rows.num_classes, e.width, rows.tokens)
         start = _with_tables(built, xavier) if rows.tokens else xavier
