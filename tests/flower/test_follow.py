@@ -35,7 +35,7 @@ if (here / "result").exists():
     (here / "result").rename(here / "out" / "result.json")
 time.sleep(float((here / "pause").read_text()))
 """
-RESULT = dict.fromkeys(("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds"))
+RESULT = dict.fromkeys(("method", "data", "seed", "rounds", "test", "unseen", "bytes", "sparsity", "seconds", "spec"))
 STARTED = "Successfully started run 77 in federation x"
 
 
