@@ -218,8 +218,7 @@ def test_a_gpu_has_its_own_large_cohorts(tmp_path):
     """The device's memory stands beside the host's, and the text says what was measured there."""
     failed = asdict(Point("fedavg", 10**4, device="cuda", part=0)) | {"machine": "a gpu", "error": "no"}
     pieces = {"large": [point("a gpu", device="cuda", cohort=10_000, cuda_mb=5000.0), failed]}
-    (tmp_path / "bench-cuda.json").write_text(json.dumps(found("cuda", scale=pieces)))
-    write_page(tmp_path / "page.md", tmp_path)
+    write_page(tmp_path / "page.md", stored(tmp_path, "cuda", scale=pieces))
     text = (tmp_path / "page.md").read_text()
     assert "the paper's network (64 filters)" in text
     assert "| fedavg | 10,000 | 512 | 1.0 (0.5) | 30 (20) | 0.10 (0.05) | 400 | 5,000 |" in text
@@ -230,8 +229,7 @@ def test_a_round_of_every_method_stands_beside_its_kernels(tmp_path):
     """Whoever reads sees whether a round waits for the host; a method that failed has no figure."""
     failed = asdict(Point("pfedgp", 100, device="cuda")) | {"machine": "a gpu", "error": "no"}
     pieces = {"methods": [point("a gpu", device="cuda", backend="vmap", kernels_s=0.02, cuda_mb=900.0), failed]}
-    (tmp_path / "bench-cuda.json").write_text(json.dumps(found("cuda", scale=pieces)))
-    write_page(tmp_path / "page.md", tmp_path)
+    write_page(tmp_path / "page.md", stored(tmp_path, "cuda", scale=pieces))
     text = (tmp_path / "page.md").read_text()
     assert "### Every method" in text
     assert "| method | backend | start s | ms per round | kernels ms |" in text

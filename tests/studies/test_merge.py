@@ -90,7 +90,8 @@ def test_an_unfinished_run_gives_way_to_its_own_result_alone(tmp_path: Path) -> 
     (tmp_path / "a" / "run" / "result.json").unlink()
     assert merge(tmp_path / "a", [tmp_path / "other"]) == Merged(0, 0, ["run: another run is at that place"])
     assert "rounds = 1" in (tmp_path / "a" / "run" / "config.toml").read_text()
-    assert merge(tmp_path / "a", [tmp_path / "same"]) == Merged(1, 0, [])
+    both = [tmp_path / "same", tmp_path / "other"]
+    assert merge(tmp_path / "a", both) == Merged(1, 0, ["run: another run is at that place"])
     assert finished(tmp_path / "a") == ["run"]
 
 

@@ -157,8 +157,8 @@ _SCALE_TEXT = {
     "round is the median; memory is the most that the process had, its rows included.",
     LARGE: "20,000 clients with ten rows of 8 numbers each, an mlp of width 256. Answers are added up in parts of so "
     "many clients; *all* holds the whole cohort, as far as that was tried.",
-    HEADS: "Every client keeps a last layer of its own, 13,100 weights: memory grows with their number, a round does "
-    "not. An mlp of width 260, 100 classes, 10 clients per round, ten rows of 8 numbers each.",
+    HEADS: "What it costs that every client keeps a last layer of its own, 13,100 weights. An mlp of width 260, 100 "
+    "classes, 10 clients per round, ten rows of 8 numbers each.",
     RANKS: "100 clients with ten images of 3x32x32 each, three convolutions of 16 filters, 32 clients per round. "
     "Several ranks have one thread each, as torchrun starts them, and one alone has all cores; memory is that of the "
     "largest rank. Ranks can be faster up to the number of cores; more of them only show what they cost.",

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,6 @@ from ..runs.provenance import provenance
 from .workload import answered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ..data.source import Source
 
 _LIMIT = 900.0
@@ -177,7 +175,8 @@ def measured(point: Point) -> dict[str, Any]:
 
     ranks, source = joined(Experiment().rank_wait), _source(point)
     began = _clocks()
-    options, on_gpu = {"batch": point.batch} if point.batch else {}, point.device == "cuda"
+    on_gpu = point.device == "cuda"
+    options = {"batch": point.batch} if point.batch else {}
     e = Experiment(
         method=point.method, clients=point.clients, unseen=0, cohort=point.cohort,
         rounds=point.rounds + _LOOKED_AT * on_gpu, partition=point.partition, test_rows="uniform", model=point.model,

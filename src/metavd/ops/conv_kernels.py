@@ -296,7 +296,7 @@ def _filters(count: int) -> int:
 
 
 def _in_one_piece(x: Tensor) -> Tensor:
-    """Images (C, B, I, H, W) of which each is one piece of memory, which costs a copy only where they are not.
+    """Return images (C, B, I, H, W) of which each is one piece of memory; they are copied only where they are not.
 
     Kernels are compiled for the strides in an image: these must not depend on the number of clients.
     """

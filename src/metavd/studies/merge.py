@@ -22,7 +22,7 @@ _MADE = frozenset({"date", "device", "machine", "commit", "versions", "version",
 """What may differ between two lines, or results, of one run: where, when and in what time it was made."""
 _ASKED = ("id", "scope", "study", "method", "trial", "settings", "options", "fields", "round", "of", "seed")
 """What names a line: its id, or, of a rung of tuning, what was tried."""
-_OTHER_FIGURES = "the same run, other figures"
+_OTHER_FIGURES, _OTHER_RUN = "the same run, other figures", "another run is at that place"
 
 
 class Merged(NamedTuple):
@@ -87,22 +87,25 @@ def _name(line: Line) -> str:
 
 
 def _folders(into: Path, others: Sequence[Path]) -> Merged:
-    there: dict[str, Any] = {name: _held(store) for name, store in _runs(into).items() if store.result.exists()}
+    ours = _runs(into)
+    there = {name: _held(store) for name, store in ours.items() if store.result.exists()}
     sources: dict[str, Path] = {}
-    new = []
+    new, foreign = [], []
     for other in others:
         for name, store in _runs(other).items():
             if not store.result.exists():
                 continue
+            what = _held(store)
+            if name in ours and name not in there and _spec(ours[name]) != what[0]:
+                foreign.append(f"{name}: {_OTHER_RUN}")
+                continue
             sources.setdefault(name, store.folder)
-            new.append((name, _held(store)))
-            begun = Store(into / name)
-            if name not in there and begun.is_run() and (spec := _spec(begun)) != new[-1][1][0]:
-                there[name] = [spec, None]
-    return _joined(
+            new.append((name, what))
+    merged = _joined(
         there, new, lambda name, _: _copy(sources[name], into / name),
-        lambda ours, theirs: _OTHER_FIGURES if ours[0] == theirs[0] else "another run is at that place",
+        lambda mine, theirs: _OTHER_FIGURES if mine[0] == theirs[0] else _OTHER_RUN,
     )  # fmt: skip
+    return merged._replace(differ=[*foreign, *merged.differ])
 
 
 def _runs(root: Path) -> dict[str, Store]:
